@@ -20,7 +20,7 @@ __all__ = ["candidate_sets", "rollouts", "run"]
 
 
 def rollouts(seed: int = 0, batch: int = 1024) -> dict[str, list[np.ndarray]]:
-    """Return the columns of `batch` random rollouts, with one array per rollout in each column."""
+    """Return `batch` random rollouts as a dict of columns, with one array per rollout in each column."""
     rng = np.random.default_rng(seed)
     responses = rng.permutation(np.linspace(16, 2048, batch).astype(int))
     prompts = rng.integers(64, 513, batch)

@@ -1,12 +1,13 @@
-"""Benchmark: pack sequences, compare with Python loops, and collate a batch with candidate sets.
+"""Benchmark of packing sequences, against Python loops, and of collating a batch with candidate sets.
 
 The samples come from the benchmark `batch_collate`. A packed row holds up to 16384 tokens. The rows are
-divided among 8 data-parallel ranks. Samples are aligned for 2 tensor-parallel and 2 context-parallel ranks.
+divided among 8 data-parallel ranks. Every sample is padded to a multiple of 8 tokens, for 2 tensor-parallel
+and 2 context-parallel ranks.
 
 Most tables compare `PackedCollator` with `naive_layouts.py`, which loops over samples and joins lists of
 tokens. One table compares `PackedCollator` with a loop over tokens, because SkyRL measured a speedup of 34 x
-over a loop over tokens (pull request 1808). This table packs fewer samples than the other tables, because the
-loop takes seconds.
+over such a loop (pull request 1808). This table packs fewer samples than the other tables, because the loop
+takes seconds.
 """
 
 from __future__ import annotations

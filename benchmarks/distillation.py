@@ -101,7 +101,7 @@ def candidate_distillation(
 
 
 def dense_tail(t: int, h: int, v: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Work:
-    """Compute the loss from full logits, as most trainers do.
+    """Return a function that computes the loss and its gradients from full logits, as most trainers do.
 
     The loss treats all tokens outside the candidate set as one token, the tail. The tail's probability is 1
     minus the total probability of the candidates.

@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def run() -> None:
-    """Time each package's forward and backward pass for the log-prob of every target token."""
+    """Time each package's forward and backward pass."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     t, h, v = (8192, 4096, 151_936) if device == "cuda" else (1024, 512, 16_384)

@@ -29,8 +29,8 @@ __all__ = ["run"]
 POSITIONS, VOCAB, AT_ONCE = 2048, 151_936, 64
 BASE64, LISTS, BINARY = "base64 in JSON", "JSON lists", "binary"
 ZSTD_LEVEL_3, ENTROPY = "binary, Zstandard level 3", "entropy"
-# Each key is an approximate mean set size. Each value holds the sharpness and the threshold p with which
-# `_rollout` gives this mean size.
+# Each key is an approximate mean set size. Each value holds the arguments of `_rollout` (the sharpness and
+# the threshold p) that give this mean size.
 SHAPES = {2: (1.5, 0.9), 8: (1.135, 0.95), 64: (0.9, 0.95)}
 TARGET_SHARE = 0.6
 

@@ -1,11 +1,12 @@
-"""Sphinx settings: `make docs` builds the site, and a warning is an error."""
+"""Sphinx settings. `make docs` builds the site, and fails if Sphinx prints a warning."""
 
 import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-# `sglang-topp --help` fills the command-line reference: it must be found, and be as wide everywhere.
+# The command-line reference shows the output of `sglang-topp --help`. Sphinx must find the command on `PATH`,
+# and the output must have the same width on every machine.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 os.environ["COLUMNS"] = "100"
 
@@ -19,7 +20,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "sglang-topp"
 html_show_copyright = False
-highlight_language = "text"  # a fence without a language is a command or an answer
+highlight_language = "text"  # code blocks without a language hold commands and output
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
@@ -39,13 +40,13 @@ autodoc_type_aliases = {
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# Links to names of other projects need their servers, which a build without a network cannot ask.
 nitpicky = True
+# Do not check references to names of other projects. To resolve these names, Sphinx would need the network.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!sglang_topp).*"),
     ("py:.*", r".*\._\w+"),
     ("py:.*", r".*\.CompressedMask"),
 ]
 
-# `make docs LINKS=1` asks every external address; these are the reader's own servers.
+# `make docs LINKS=1` checks every external link, except links to the reader's own servers.
 linkcheck_ignore = [r"http://127\.0\.0\.1.*"]

@@ -2,8 +2,8 @@
 
 The policy is a small network that predicts the next token from the last token alone. The generated tokens
 form a Markov chain with few states, so dynamic programming computes the exact expected reward and the exact
-gradient of this reward. The script compares gradients that are estimated from samples with the exact
-gradients. Candidate sets and scores come from `sglang_topp`.
+gradient of this reward. The script also estimates gradients from samples, and compares these estimates with
+the exact gradients. Candidate sets and scores come from `sglang_topp`.
 
 The script trains the policy with four losses (`WAYS`). The losses normalize the log-probs of the importance
 ratio in different ways::
@@ -12,7 +12,7 @@ ratio in different ways::
     without       new log-probs over the vocabulary, old log-probs over the candidate sets: the ratio starts
                   at the kept mass
     uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
-    truncated IS  like uncorrected, but each token's loss has the weight min(policy / sampler, 2), from the
+    truncated IS  like uncorrected, but each token's loss is multiplied by min(p / q, 2); p and q are the
                   token's probabilities under the policy and the sampler
 
 Run the script in one of these ways::
@@ -73,7 +73,7 @@ class Task:
         return total / LENGTH
 
     def visits(self, transitions_VV: Tensor) -> Tensor:
-        """Return [V]: for each token, the expected share of a trajectory's steps that start from it."""
+        """Return [V]: for each token, the expected share of a trajectory's steps that start at this token."""
         state_V = torch.zeros(VOCAB)
         state_V[0] = 1
         total_V = torch.zeros(VOCAB)
@@ -84,7 +84,7 @@ class Task:
 
 
 def make_policy(seed: int) -> nn.Module:
-    """Return a network that maps states [B] to logits [B, V] as peaked as a language model's."""
+    """Return a network that maps states [B] to logits [B, V], as peaked as a language model's logits."""
     torch.manual_seed(seed)
     policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
     with torch.no_grad():

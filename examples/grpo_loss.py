@@ -1,8 +1,9 @@
 """A GRPO loss (PPO's clipped ratio, advantages within groups) with and without replay.
 
 `grpo_loss` is the part to copy. Run the file to train a toy policy on tokens that it samples with top-p. With
-replay, the importance ratios of the first step are 1. Without replay, the ratios are biased: the policy is
-scored over the whole vocabulary, but the sampler drew from the candidate sets.
+replay, the loss scores the policy over the candidate sets from which the sampler drew, so the first step's
+importance ratios are 1. Without replay, the loss scores the policy over the whole vocabulary, so the ratios
+are biased.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ def grpo_loss(
 
     per_sample = torch.tensor(lengths, device=hidden.device)
     advantage = rows.take(advantages.to(hidden.device).repeat_interleave(per_sample))
-    # If the sampler's probability of a token is 0, the token's ratio is infinite. Without `clamp(-20, 20)`,
-    # the token's gradient would be NaN, even if PPO's clip replaces the ratio.
+    # If the sampler's probability of a token is 0, the token's ratio is infinite, and the token's gradient
+    # would be NaN. `clamp(-20, 20)` prevents the NaN, but PPO's clip would not.
     ratio = (new.logprobs - old).clamp(-20, 20).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     per_token = -gain - entropy_bonus * new.entropy
-    # `scatter` collects the values of all context-parallel ranks. Every rank then divides the sum of the
-    # values by the number of tokens that all ranks score, so all ranks get the same loss.
+    # `scatter` collects the values of all context-parallel ranks. Every rank divides the same sum by the same
+    # number of scored tokens, so all ranks get the same loss.
     loss = rows.scatter(per_token, cp_group).sum() / max(1, int(rows.scored.sum()))
     return loss, replay_metrics(new.logprobs, old, sets)
 

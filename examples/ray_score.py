@@ -1,11 +1,12 @@
 """Let a teacher score all Parquet files of rollouts in a directory, on a Ray cluster.
 
 Ray Data gives each Parquet file to an actor. If the node of an actor dies, Ray Data gives that actor's
-Parquet file to another actor. An actor writes its scores to a temporary file. Once this file is complete, the
-actor renames it to the name of the input file. A restarted run therefore scores only the input files that
-have no output file. An actor holds in memory one row group of its input file and some scored rollouts,
-however large the input file is. An output file has the rollouts of its input file in the same order. Each
-rollout in an output file has the teacher's log-probs and candidate sets instead of the student's.
+Parquet file to another actor. An actor writes its scores to a temporary file in the output directory. Once
+the temporary file is complete, the actor gives it the input file's name. A restarted run therefore scores
+only the input files that have no output file. An actor holds in memory one row group of its input file and
+some scored rollouts, however large the input file is. An output file has the rollouts of its input file in
+the same order. Each rollout in an output file has the teacher's log-probs and candidate sets instead of the
+student's.
 
     sglang-topp serve --model-path TEACHER                    # on one machine or on several
     python examples/ray_score.py ROLLOUTS SCORES --url http://teacher:30010

@@ -86,8 +86,8 @@ def over_positions(
     interval.
 
     Raises:
-        InvalidInputError: no rollout has a candidate set, the candidate sets have no log-probs, or `value` is
-            none of the three names.
+        InvalidInputError: no rollout has a candidate set, or `value` is not "size", "mass", or "entropy".
+            With "mass" or "entropy", the error can also mean that the candidate sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if value not in _LABELS:

@@ -97,7 +97,7 @@ def collect_tables() -> Iterator[list[Table]]:
 
 
 def write(benchmark: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
-    """Write a benchmark's result file over the file of the previous run, and return the path."""
+    """Write a benchmark's result file, which replaces the previous run's file, and return the path."""
     result = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -138,8 +138,7 @@ def check_request_id(request_id: Any) -> None:
 def fresh_id(request_id: str) -> str:
     """Return a unique id for one call: `request_id` and a random suffix.
 
-    If the unique id would exceed `MAX_REQUEST_ID` characters, the function shortens the part from
-    `request_id`.
+    If the unique id would exceed `MAX_REQUEST_ID` characters, the function truncates `request_id`.
     """
     unique = f"-{uuid.uuid4().hex}"
     return request_id[: MAX_REQUEST_ID - len(unique)] + unique

@@ -47,7 +47,7 @@ DEFAULT_TIMEOUT_S = 4 * 3600.0
 
 
 class AsyncRolloutClient:
-    """An asyncio client of one or several sidecars, or of one or several patched SGLang servers.
+    """An asyncio client for sidecars or for patched SGLang servers.
 
     With several servers, the client sends each call to the server with the fewest samples in flight. All
     samples of a prompt go to one server. This server prefills the prompt once, and the samples share the
@@ -368,8 +368,8 @@ class AsyncRolloutClient:
             The continued rollouts, in the order of `rollouts` and with unchanged indices.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a sampling parameter would change the result of an
-                interrupted turn; nothing was sent.
+            InvalidInputError: an argument is wrong, or a sampling parameter does not allow an exact resume;
+                nothing was sent.
             SglangToppError: as for `generate`.
         """
         requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
@@ -440,7 +440,7 @@ class AsyncRolloutClient:
             sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
                 output tokens form the sequence.
             top_logprobs_p: the threshold p of the candidate sets, one for all sequences or one per sequence.
-                With None or 0, the client requests no sets. `score` has no argument `top_logprobs_source`,
+                With None or 0, the scores have no sets. `score` has no argument `top_logprobs_source`,
                 because no sampler drew these tokens.
             start: the first scored position, at least 1; one for all sequences or one per sequence. The
                 default is 1 or, for a Rollout, the position of its first generated token. Position 0 cannot
@@ -497,14 +497,14 @@ class AsyncRolloutClient:
         had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
         unknown.
 
-        When this method returns, all requests with this name on this event loop have stopped. The method
-        waits up to three seconds for the engine to receive the abort. Even if the engine does not receive the
-        abort, the client closes the samples' connections, and the engine then aborts the samples. If the
-        caller cancels the wait, the client still sends the abort.
+        When this method returns, all requests with this `request_id` on this event loop have stopped. The
+        method waits up to three seconds for the engine to receive the abort. Even if the engine does not
+        receive the abort, the client closes the samples' connections, and the engine then aborts the samples.
+        If the caller cancels the wait, the client still sends the abort.
 
         If this client runs no request with this `request_id`, the client asks every server to abort the
-        request. `request_id` may therefore also be an id that an engine gave a sample, as in
-        `Rollout.request_id`, or a name that another client sent to a sidecar.
+        request. `request_id` may therefore also be the engine's id of a sample (`Rollout.request_id`), or an
+        id that another client sent to a sidecar.
         """
         check_request_id(request_id)
         await self._runner.abort(request_id)
@@ -545,12 +545,12 @@ class AsyncRolloutClient:
             via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
                 model to a temporary folder, which only engines on this machine can read. For engines on other
                 machines, save the model to a shared folder, and pass the folder's path as `weights`.
-                `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. Each
-                request carries its values once for each tensor-parallel rank. `"distributed"`: this process
-                broadcasts the values over a new torch process group, which it forms with all engines for this
-                push. The push does not use existing process groups. CUDA tensors use NCCL, and other tensors
-                use gloo. If one engine fails, the client does not know which weights the engines have.
-                Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
+                request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
+                process broadcasts the values over a new torch process group, which it forms with all engines
+                for this push. The push does not use existing process groups. CUDA tensors use NCCL, and other
+                tensors use gloo. If one engine fails, the client does not know which weights the engines
+                have. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
                 before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
@@ -593,8 +593,8 @@ class AsyncRolloutClient:
 
         Args:
             base_url: the server to query. By default, a client that was created with one URL queries that
-                server. A client that was created with a list of URLs queries all servers, and returns the
-                answers by base URL.
+                server. A client that was created with a list of URLs queries all servers, and returns a
+                mapping from each URL to the server's answer.
         """
         if base_url is None and not isinstance(self._base_url, str):
             return await self._runner.infos()
@@ -606,10 +606,11 @@ class AsyncRolloutClient:
 
         Call this method when a training run starts. Some gateways silently drop fields that they do not know.
         The client therefore sends each engine or gateway four requests for one token each. The answers show
-        whether every request field arrived and every answer field came back. A field that the engine's
-        release refuses also passes the check, because the refusal shows that the field arrived. A gateway may
-        send the client's requests to only some of its engines, and the client then checks only these engines.
-        A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
+        whether every request field arrived and every answer field came back. If the engine's SGLang
+        release refuses a field, the field also passes the check: the refusal shows that the field arrived. A
+        gateway may send the client's requests to only some of its engines, and the client then checks only
+        these engines. A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar
+        is ready.
 
         Raises:
             WireError: a field was lost between the client and the engine; the error's `field` and message

@@ -311,7 +311,7 @@ class RolloutClient:
                 yield result
         finally:
             # Closing the generator `results` aborts the remaining samples. If this thread cannot wait for the
-            # event loop, the loop closes the generator when the generator is garbage-collected, or when the
+            # event loop, asyncio closes `results` later: when Python garbage-collects `results`, or when the
             # loop ends.
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
@@ -346,10 +346,7 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that servers and gateways keep all request fields and answer fields that the client needs.
-
-        `AsyncRolloutClient.check_servers` describes which requests this method sends.
-        """
+        """Check that no server or gateway drops a needed field; see `AsyncRolloutClient.check_servers`."""
         self._thread.run(self._client.check_servers())
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""`make pictures`: draw the documentation's pictures into this folder, or into the folder that is named.
+"""Draw the documentation's pictures into this folder, or into the folder that the first argument names.
 
-Plots come from `sglang_topp.plots` and matplotlib. Screenshots of the page of `sglang-topp view` come from
-Chromium, which `.ci/browser` installs. No picture needs an engine: policies are sampled in this process with
-a fixed seed, so a picture changes only if the code that draws it does.
+`make pictures` runs this script. matplotlib and `sglang_topp.plots` draw the plots. Chromium, which
+`.ci/browser` installs, takes screenshots of the HTML page that `sglang-topp view` writes. The script needs no
+engine: it samples tokens itself, from small models, with a fixed seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLUE, ORANGE, GRAY = "#0072b2", "#e69f00", "#b0b0b0"
 
 
 def main() -> int:
-    """Draw every picture. Returns 1 if one is larger than 150 KB."""
+    """Draw every picture. Return 1 if any picture is larger than 150 KB, else 0."""
     mpl.use("svg")
     disable_progress_bar()
     plt.rcParams |= {"svg.hashsalt": "sglang-topp", "font.size": 10, "axes.spines.top": False}
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def save(name: str) -> None:
-    """Write the current figure without its date, and close it."""
+    """Write the current figure to the file `name`, without a date, and close the figure."""
     plt.savefig(TARGET / name, metadata={"Date": None}, facecolor="white")
     plt.close()
 
@@ -65,7 +65,7 @@ def save(name: str) -> None:
 
 
 def draw_one_set() -> None:
-    """Draw a distribution with two equal probabilities at the cutoff, and its set at p = 0.8."""
+    """Draw a distribution and its candidate set at p = 0.8. Two tokens are tied at the cutoff."""
     q = np.array([0.34, 0.21, 0.14, 0.09, 0.06, 0.06, 0.04, 0.025, 0.015, 0.01, 0.006, 0.004])
     token_ids, _, _ = top_p_candidates(torch.from_numpy(np.log(q))[None].float(), 0.8)
     size = len(token_ids)
@@ -88,7 +88,10 @@ def draw_one_set() -> None:
 
 
 def draw_drift() -> None:
-    """Draw the entropy over exact gradient steps in which every token gets the same advantage."""
+    """Draw the entropy over 100 exact gradient steps, without and with replay.
+
+    Every token has the same advantage, so an unbiased gradient would be 0.
+    """
     generator = torch.Generator().manual_seed(0)
     start = 1.5 * torch.randn(200, generator=generator, dtype=torch.float64)
     _, ax = plt.subplots(figsize=(7, 2.8))
@@ -116,7 +119,7 @@ def draw_drift() -> None:
 
 
 def draw_demo() -> None:
-    """Sample 2,048 tokens of a model like the demo's at top-p 0.8. Draw ratios, kept mass, and set sizes."""
+    """Sample 2,048 tokens from a small random model, and draw their ratios, kept mass, and set sizes."""
     prompt, num_samples, length = [3, 1, 4, 1, 5], 32, 64
     generator = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -134,7 +137,8 @@ def draw_demo() -> None:
                 CandidateSets(kept.numpy(), values.numpy(), offsets.numpy(), sampled.int().numpy())
             )
             ids = torch.cat([ids, sampled[:, None].long()], 1)
-        # The trainer's pass over whole sequences, in the order of the sets: step after step.
+        # The trainer runs the model once over the whole sequences. `states` has the order of the sets: the
+        # first token of every sample, then the second token of every sample, and so on.
         states = model.model(ids).last_hidden_state[:, len(prompt) - 1 : -1].transpose(0, 1).flatten(0, 1)
         targets = ids[:, len(prompt) :].T.flatten()
         sets = CandidateSets.concat(by_step)
@@ -158,7 +162,7 @@ def draw_demo() -> None:
 
 
 class WordModel:
-    """Word trigrams of the LICENSE: a policy whose samples can be read, with a tokenizer of its words."""
+    """A trigram model of the words in LICENSE: a policy that samples readable text."""
 
     def __init__(self, weights: tuple[float, float, float]) -> None:
         words = re.findall(r"[\w'-]+|[^\w\s]", (ROOT / "LICENSE").read_text())
@@ -172,7 +176,7 @@ class WordModel:
                 self._counts[context][following] += 1
 
     def encode(self, words: list[str]) -> list[int]:
-        """Return the ids of known words."""
+        """Return the token ids of `words`, which must all be in LICENSE."""
         return [self._ids[word] for word in words]
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
@@ -185,7 +189,7 @@ class WordModel:
         return np.log(q / q.sum()).astype(np.float32)
 
     def write_tokenizer(self, path: Path) -> None:
-        """Write a byte-level `tokenizer.json` in which each word is a token with a space before it."""
+        """Write a byte-level `tokenizer.json`, in which each word and each punctuation mark is one token."""
         vocab = {("" if re.match(r"[.,;:)]", word) else "Ġ") + word: i for i, word in enumerate(self.vocab)}
         model = {"type": "BPE", "vocab": vocab, "merges": []}
         decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -195,7 +199,7 @@ class WordModel:
 
 
 def sample(policy: WordModel, prompt: int, sample: int, rng: np.random.Generator) -> Rollout:
-    """Draw a rollout at top-p 0.9, as SGLang's sampler does."""
+    """Sample a rollout from `policy` at top-p 0.9, as SGLang's sampler would."""
     prompts = [["the", "License"], ["Derivative", "Works"], ["the", "Work"], ["patent", "license"]]
     prompt_ids = policy.encode(prompts[prompt])
     ids, parts = list(prompt_ids), []
@@ -205,7 +209,7 @@ def sample(policy: WordModel, prompt: int, sample: int, rng: np.random.Generator
         ids.append(int(rng.choice(kept.numpy(), p=mass / mass.sum())))
         parts.append(CandidateSets(kept.numpy(), logprobs.numpy(), offsets.numpy(), [ids[-1]]))
     sets, output_ids = CandidateSets.concat(parts), np.array(ids[len(prompt_ids) :], np.int32)
-    half = len(output_ids) // 2 if sample == 3 else 0  # one sample continued after a push
+    half = len(output_ids) // 2 if sample == 3 else 0  # a weight push in the middle of sample 3
     words = [policy.vocab[i] for i in output_ids]
     return Rollout(
         prompt_index=prompt,
@@ -229,7 +233,7 @@ def sample(policy: WordModel, prompt: int, sample: int, rng: np.random.Generator
 
 
 def take_screenshots(folder: Path) -> None:
-    """Save rollouts of the word model, make their page, and take its first screen and its token view."""
+    """Write the HTML page of sampled rollouts, and take screenshots of its first screen and token view."""
     policy, trainer = WordModel((0.5, 0.46, 0.04)), WordModel((0.53, 0.44, 0.03))
     rng = np.random.default_rng(0)
     rollouts = [sample(policy, prompt, at, rng) for prompt in range(4) for at in range(8)]
@@ -260,7 +264,8 @@ def take_screenshots(folder: Path) -> None:
     if not Path(executable).exists():
         raise SystemExit("no Chromium is installed, which takes the screenshots: run .ci/browser")
     with sync_playwright() as playwright:
-        # Its sandbox needs rights that containers and root do not have; the page is our own.
+        # Chromium's sandbox does not start as root, nor in a container without extra rights. The script opens
+        # only the page that it wrote itself, so the sandbox is not needed.
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme="light")
         page.goto(page_file.as_uri())
@@ -274,7 +279,7 @@ def take_screenshots(folder: Path) -> None:
 
 
 def save_screenshot(png: bytes, folder: Path, name: str) -> None:
-    """Write a screenshot with a palette of 128 colors, a third of the bytes."""
+    """Write a screenshot with a palette of 128 colors, which takes a third of the original bytes."""
     (folder / name).write_bytes(png)
     with Image.open(folder / name) as image:
         image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(TARGET / name, optimize=True)

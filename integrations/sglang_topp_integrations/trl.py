@@ -42,7 +42,7 @@ change these methods between releases."""
 
 # A caller may set only the sampling parameters in `_SAMPLING`. Each of these parameters either decides when a
 # sample ends or forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change
-# the log-probs, and the rollout would not record how.
+# the log-probs, and the rollout would not record the change.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -249,8 +249,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # Without PEFT adapters, which replay refuses, TRL scores `self.model` without entropies only to
-            # compute the old log-probs. The rollout already supplies the old log-probs.
+            # TRL requests log-probs of `self.model` without entropies only as the old log-probs, because
+            # replay refuses PEFT adapters. The rollout already supplies the old log-probs.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

@@ -4,10 +4,10 @@ Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every pro
 imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
 On their way from SGLang to the trainer, the sets pass through these four functions and classes::
 
-    ReplayHttpServer.generate     asks SGLang, and packs the sets of a request beside its tokens
-    LLMServerClient.generate      keeps the sets of all requests of a trajectory
-    AgentLoopOutput.as_dict       joins them into the field `candidate_sets`, which TransferQueue carries
-    ReplayEngine                  scores each micro-batch over the sets of its rows
+    ReplayHttpServer.generate     requests tokens and sets from SGLang, and returns both
+    LLMServerClient.generate      keeps each request's sets until the trajectory ends
+    AgentLoopOutput.as_dict       joins a trajectory's sets into the field `candidate_sets`, for TransferQueue
+    ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows
 
 A trajectory has one request for each turn, and one more for each continuation of an interrupted turn.
 
@@ -85,7 +85,7 @@ _Next: Any = object
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]  # `Any` as a base class
-    """A mixin for verl's `SGLangHttpServer`: requests with the config's sampling parameters get sets."""
+    """Mixin for verl's `SGLangHttpServer`: returns sets if a request has the config's sampling parameters."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch SGLang, and send one request to check that SGLang returns sets.
@@ -152,7 +152,7 @@ class _AnswerRecorder:
 
 
 class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no types
-    """verl's FSDP engine for policy and reference; it computes log-probs and entropies over the sets.
+    """verl's FSDP engine for the policy and the reference, with log-probs and entropies over the sets.
 
     Raises:
         InvalidInputError: replay does not support an option of the engine or the model. The error message
@@ -202,8 +202,7 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
 def packed_sets(micro_batch: Any) -> CandidateSets:
     """Return the candidate sets of a micro-batch's T packed tokens.
 
-    The set of a token is at the position before the token, because the logits at that position score the
-    token.
+    Each token's set is at the position before the token, because the logits at that position score the token.
 
     A row gets empty sets if its `response_mask` is 0 everywhere. verl's padding rows have such a mask, and
     hold copies of another row's fields.
@@ -330,7 +329,7 @@ def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_mana
 
 
 def _check_engines(worker: Any) -> None:
-    """Raise InvalidInputError unless every policy and reference of a training process is a `ReplayEngine`."""
+    """Raise InvalidInputError unless a training process runs policy and reference in `ReplayEngine`."""
     workers = getattr(worker, "worker_dict", {None: worker}).values()
     models = [getattr(each, role, None) for each in workers for role in ("actor", "ref")]
     engines = [model.engine for model in models if model is not None]
@@ -343,7 +342,7 @@ def _check_engines(worker: Any) -> None:
 
 
 def _is_loaded(worker: Any) -> bool:
-    """Return True: this module's import installs the adapter before anything can call this function."""
+    """Return True. A worker that calls this function has imported this module, and so has the adapter."""
     return True
 
 

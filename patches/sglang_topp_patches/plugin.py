@@ -36,8 +36,8 @@ class ProcessState:
         in_flight: counts the candidates that the process holds. `http.in_flight` and `scheduler.in_flight`
             refer to the same counter.
         http: the state for the hooks of an HTTP process.
-        prefill_server: on a prefill server, keeps the candidate sets of first tokens until decode servers
-            fetch these sets; the same object as `http.prefill_server`.
+        prefill_server: on a prefill server, keeps the candidate sets of prompts and first tokens until decode
+            servers fetch these sets; the same object as `http.prefill_server`.
         scheduler: the state for the hooks of a scheduler process.
         prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache; the same object as
             `scheduler.prefix_cache`.

@@ -1,4 +1,4 @@
-"""Give the reasons why a server, or a single request, cannot get exact candidate sets.
+"""Give the reasons why a server cannot return exact candidate sets, for any request or for one request.
 
 The functions in this module derive the reasons from the server's arguments, the environment variables, or a
 request's sampling parameters. Two other modules also give reasons to refuse candidate sets.
@@ -27,8 +27,8 @@ __all__ = [
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
-# The sampling backends whose token filters are known exactly, from SGLang's source. For its own request field
-# `return_sampling_mask`, SGLang records the filtered probabilities of the backends flashinfer and pytorch.
+# The sampling backends whose token filters are known exactly, from SGLang's source. SGLang itself records the
+# filtered probabilities of these backends, for its own request field `return_sampling_mask`.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
 
@@ -105,15 +105,15 @@ def source_problems() -> tuple[str, ...]:
 
 
 def environment_problems() -> tuple[str, ...]:
-    """Return every reason why this process's environment rules out candidate sets, or an empty tuple."""
+    """Return every reason why environment variables rule out candidate sets, or an empty tuple."""
     return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
 
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
     # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite logits before the hooks
-    # extract sets from these logits. The endangered logits are those of prompts in SGLang 0.5.21 to 0.5.23,
-    # and those in `eagle_sample` in SGLang 0.5.19.
+    # extract sets from these logits. SGLang 0.5.21 to 0.5.23 may overwrite the logits of prompts. SGLang
+    # 0.5.19 may overwrite the logits in `eagle_sample`.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),
@@ -121,7 +121,7 @@ _ENVIRONMENT = {
 
 
 def environment_notes() -> tuple[str, ...]:
-    """Return why this process's environment makes the server refuse some requests for sets."""
+    """Return the reasons why environment variables make this server refuse some requests for sets."""
     if _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return (f"requests at a temperature other than 1 are refused: {_ORIGINAL_LOGPROB}",)
     return ()

@@ -75,7 +75,7 @@ def asking_field(get: Callable[[str], Any]) -> str:
 
 
 def from_sampler(get: Callable[[str], Any]) -> bool:
-    """Return whether a checked request asks for the tokens that the sampler could draw."""
+    """Return whether a request asks for the tokens that the sampler could draw."""
     return bool(get(SOURCE) == SAMPLER)
 
 

@@ -59,13 +59,13 @@ class SizeHistogram(Collector):
 class Metrics:
     """The sidecar's metrics.
 
-    In `/metrics`, a metric's name is its attribute's name with the prefix `sglang_topp_`. One name differs:
-    `candidates` is `sglang_topp_candidates_per_token`.
+    In `/metrics`, a metric's name is its attribute's name with the prefix `sglang_topp_`. Counters also have
+    the suffix `_total`. One name differs: `candidates` is `sglang_topp_candidates_per_token`.
 
     Attributes:
         requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,
             `rejected` (never sent to the engine), `aborted` (the caller disconnected, or left its answer
-            unread for `max_stall_s`), `slow` (a body below the minimum rate: 408).
+            unread for `max_stall_s`), `slow` (the body arrived too slowly, and the caller got a 408).
         errors: number of error responses and of error messages in streams, by `type` and `status`.
         in_flight: number of requests whose body was read and whose answer is not complete yet.
         held_bytes: bytes of finished samples that are not sent yet.
@@ -73,8 +73,9 @@ class Metrics:
             omits requests that the sidecar itself refuses with a 401 or a 429.
         samples: number of finished samples.
         scores: number of scored sequences.
-        tokens: number of tokens of samples and scores, by kind: `prompt` (for a score, the whole sequence),
-            `cached` and `scored` (parts of `prompt`), `completion`.
+        tokens: number of tokens of samples and scores, by kind: `prompt`, `cached`, `scored`, or
+            `completion`. All tokens of a scored sequence count as `prompt`. Tokens of the kinds `cached` and
+            `scored` also count as `prompt`.
         candidates: sizes of candidate sets, one per generated or scored token.
         engine_ready: 1 while the engine answers and its patch set is active, otherwise 0.
     """

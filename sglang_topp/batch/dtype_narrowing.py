@@ -22,8 +22,8 @@ _SAMPLE = 4096
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
     """Return an array in a narrower dtype that holds each value exactly, or `bits` if no such dtype exists.
 
-    `bits` holds the bit patterns of the array's elements as signed integers. `dtype` is the array's
-    original dtype.
+    `bits` holds the bit patterns of the original array's elements as signed integers. `dtype` is the original
+    array's dtype.
     """
     if not bits.size:
         return bits

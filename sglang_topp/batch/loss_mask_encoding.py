@@ -31,8 +31,8 @@ class PackedLossMask:
     """The immutable loss mask of one sample, in compact form. `pack_loss_mask` creates it.
 
     Args:
-        data: either uint8 [ceil(L / 8)], with token t in bit `t % 8` of byte `t // 8` and unused bits 0, or
-            int8 [L], with one byte per token.
+        data: uint8 [ceil(L / 8)] with one bit per token, or int8 [L] with one byte per token. In a uint8
+            array, token t is bit `t % 8` of byte `t // 8`, and the unused bits are 0.
         length: the number of tokens L.
 
     `len` and iteration behave as for a list of ints, so Python's built-in `sum` counts the ones correctly. On

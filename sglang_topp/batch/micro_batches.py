@@ -38,7 +38,7 @@ class MicroBatches:
         return len(self.rows[0])
 
     def of(self, batch: Any, rank: int) -> Iterator[Any]:
-        """Take the micro-batches of `rank` out of the whole batch, and yield them in order.
+        """Yield the micro-batches of `rank`, in order.
 
         Args:
             batch: a batch of B rows: a NestedBatch, a TensorDict, or a dict of tensors, lists, and

@@ -116,7 +116,7 @@ def pack_sft(
     """Pack supervised examples: row k of the result holds the samples of `bins[k]`.
 
     The loss mask of each token is one column to the left of the token, in the column of the preceding token.
-    The loss masks of the batch sum to 1.
+    The loss mask is divided by its sum over the whole batch.
     """
     full_masks = [
         [0] * (len(ids) - count) + mask

@@ -179,7 +179,7 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Pad the compressed `values` as the field `like` is padded, with 0 as the pad value.
+        """Pad `values` like the compressed field `like`, with 0 as the pad value.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
@@ -267,7 +267,7 @@ def nest_batch(
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
         # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. If
-        # the pad value is also 0, the mask hides only elements that hold the pad value.
+        # the pad value is also 0, such a field has no stray values.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)
@@ -350,7 +350,7 @@ def _padded(field: _Field, layout: CompressedMask | None) -> NDArray[Any]:
 
 
 class _NonPads:
-    """A counter of the elements that differ bitwise from the pad value, whose bit pattern is `pad`."""
+    """A counter of the elements whose bits differ from `pad`, the bit pattern of the pad value."""
 
     def __init__(self, pad: int) -> None:
         self.pad = pad

@@ -1,7 +1,7 @@
 """Check rows (lists, arrays, or tensors) of different lengths, and write them into a batch's arrays.
 
-Each row is written once, from the caller's object directly into the batch's memory, without a Python loop per
-token.
+Each row is written once, from the caller's object directly into the batch's memory, without a Python loop
+over tokens.
 
 Shape legend: B samples, L_i tokens of sample i, W columns of a padded field.
 """
@@ -39,8 +39,8 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# The accepted types of rows. `isinstance` takes this tuple, because a union type would be built again for
-# every row.
+# The accepted types of rows, for `isinstance`. A union type written in the `isinstance` call would be built
+# again for every row.
 _HELD = (list, tuple, np.ndarray)
 # `_TAKES` maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have,
 # the accepted values in words for error messages, and the format code for `struct`.
@@ -66,7 +66,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Check that `values` is a 1-D array or list of integers, and return it as int64 [k]. It may be empty.
+    """Check that `values` is a 1-D array or list of integers, possibly empty. Return it as int64 [k].
 
     Raises:
         InvalidInputError: `values` is not a 1-D array of integers. In the message, `expected` describes the

@@ -82,7 +82,7 @@ def rollout_columns(
 
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
-    """Return each rollout's rewards per token. If a rollout's reward is one number, every token gets it."""
+    """Return each rollout's rewards per token. If a reward is one number, every token gets the number."""
     try:
         num_rewards = len(rewards)
     except TypeError:

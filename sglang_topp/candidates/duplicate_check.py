@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 __all__ = ["all_distinct"]
 
-# These odd numbers have well-mixed bits: 2^32 over the golden ratio, and two constants of MurmurHash3.
+# Odd factors with well-mixed bits: 2^32 over the golden ratio, and two constants of MurmurHash3.
 _VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35], np.uint32)
 
 

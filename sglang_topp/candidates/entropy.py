@@ -11,16 +11,16 @@ from sglang_topp.candidates.sets import CandidateSets
 
 __all__ = ["set_entropy"]
 
-# A log-prob below this value is raised to this value. A sampled token may have probability 0 and log-prob
-# -inf, and its term `0 * -inf` would be NaN.
+# Log-probs are clamped to this minimum. A sampled token may have probability 0 and log-prob -inf. Without the
+# minimum, the token's term in the sum would be `0 * -inf`, which is NaN.
 _LEAST_LOGPROB = -1e4
 
 
 def set_entropy(sets: CandidateSets) -> NDArray[np.float64]:
     """Return the entropy of each set, float64 [T] in nats; 0 for an empty set.
 
-    The entropy is `-Σ r log r` over the set, with `r = q / kept mass`. Here, q is a candidate's probability
-    under the full vocabulary.
+    The entropy is `-Σ r log r` over the set, with `r = q / kept mass`. Here, `q` is a candidate's probability
+    under the full vocabulary, and the kept mass is the sum of `q` over the set.
 
     Raises:
         InvalidInputError: the sets have no log-probs.

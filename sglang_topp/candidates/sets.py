@@ -61,9 +61,8 @@ class CandidateSets:
     tool's token. Scoring functions ignore a position with an empty set, and the position's loss mask is 0.
 
     Sets that were decoded from a sampling mask of SGLang may have no log-probs. For sets without log-probs,
-    `has_logprobs` is False, and the candidates of a position are ordered by token id. `logprobs` of such sets
-    raises InvalidInputError, as does every property or method that needs log-probs. Methods that need no
-    log-probs work for sets without log-probs too.
+    `has_logprobs` is False, and the candidates of a position are ordered by token id. `logprobs`, and every
+    other property or method that needs log-probs, then raises InvalidInputError.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
@@ -225,7 +224,7 @@ class CandidateSets:
         return _read_only(out)
 
     def check_kept_mass(self, p: float) -> None:
-        """Check for every set that top-p sampling at `p` can produce a set with the same mass.
+        """Check that top-p sampling at `p` can produce the mass of every set.
 
         Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
         or until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
@@ -235,7 +234,7 @@ class CandidateSets:
         above `1 + error`.
 
         The engine and this check sum the same probabilities in float64, but in different orders, so the two
-        sums may differ slightly. To allow for this, the check multiplies the lower bound by 1 - 1e-6.
+        sums may differ slightly. The check therefore multiplies the lower bound by 1 - 1e-6.
 
         Args:
             p: the requested threshold, above 0 and at most 1.
@@ -271,9 +270,9 @@ class CandidateSets:
         """Concatenate the positions of all `parts`.
 
         Raises:
-            InvalidInputError: some parts with candidates have log-probs, and other parts with candidates have
-                no log-probs. To concatenate parts with and without log-probs, first call `without_logprobs`
-                on the parts with log-probs.
+            InvalidInputError: some parts have log-probs, and others have none. Parts without candidates never
+                cause this error. To concatenate parts with and without log-probs, first call
+                `without_logprobs` on the parts with log-probs.
         """
         if not parts:
             return cls.empty(0)
@@ -329,7 +328,7 @@ class CandidateSets:
         return self._of_entries(entries, offsets, self.sampled_ids[index])
 
     def intersect(self, other: CandidateSets) -> CandidateSets:
-        """Return the candidates that `self` and `other` share. The log-probs of `self` are kept, if any.
+        """Return the candidates that `self` and `other` share, with the log-probs of `self`, if any.
 
         `self` and `other` must have the same sampled tokens, so the result contains all sampled tokens. The
         result's `logprob_sum` is the log of the total probability of the shared candidates.

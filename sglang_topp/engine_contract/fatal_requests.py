@@ -3,8 +3,7 @@
 SGLang 0.5.23 accepts some values that crash its scheduler: an id beyond the vocabulary, a number that
 overflows its tensor, and a bias that leaves no finite logit. A scheduler crash ends the service for every
 caller. SGLang also tokenizes a long text on its event loop, while all other requests wait. This module does
-not check values that SGLang refuses by itself. A comment at each check says what SGLang would do without the
-check.
+not check values that SGLang refuses by itself.
 
 The sidecar checks every request with this module. The patch set checks only the requests that ask for
 candidate sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
@@ -55,8 +54,8 @@ class Model:
     """The sizes of the engine's model, which limit requests.
 
     Attributes:
-        vocab_size: the number of rows that the embedding and the LM head each have (`vocab_size` in the
-            model's configuration). `vocab_size` may count ids that the tokenizer does not use.
+        vocab_size: the number of rows of the embedding, and of the LM head (`vocab_size` in the model's
+            configuration). `vocab_size` may count ids that the tokenizer does not use.
         context_length: the most tokens that a prompt and its answer may have together.
         max_token_chars: the number of characters in the tokenizer's longest token.
     """
@@ -132,9 +131,9 @@ def overlong_text(name: str, text: str, model: Model) -> str | None:
 def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     """Return an error message if a stop string, pattern, or grammar is too long, and None otherwise.
 
-    SGLang tokenizes a stop string on its event loop, and compares it with the answer after every token.
-    SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation of a long grammar
-    may take minutes.
+    SGLang tokenizes a stop string on its event loop, and searches the answer for the stop string after every
+    token. SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation of a long
+    grammar may take minutes.
     """
     for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
         for at, stop in enumerate(_texts(params.get(key))):
@@ -168,8 +167,8 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
 
 def _problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     for key, value in params.items():
-        # Without this check, msgpack may fail to encode a large integer. If msgpack encodes it, the scheduler
-        # may fail to decode it, and exit.
+        # Without this check, msgpack may fail to encode a large integer, or the scheduler may fail to decode
+        # the integer, and exit.
         if _is_int(value) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
             yield f"{key}: got {describe(value)}, expected an integer of 64 bits"
     # SGLang stores top_k in an int32 tensor.

@@ -1,9 +1,9 @@
-"""Decide with which sampling parameters a request can exactly resume an earlier request's answer.
+"""Check whether sampling parameters allow a request to resume an interrupted answer exactly.
 
-A resuming request sends the earlier tokens as part of its prompt. Parameters that depend only on the logits
-of one position, or on the tokens themselves, have the same effect as in an uninterrupted answer. Some
-parameters, such as penalties and grammars, keep state over the answer's tokens. A resuming request would lose
-this state. So a resuming request must not use these parameters. Every field of SGLang's `SamplingParams` is
+A resuming request sends the interrupted answer's tokens at the end of its prompt. Parameters that depend only
+on the logits of one position, or on the tokens themselves, have the same effect as in an uninterrupted
+answer. Some parameters, such as penalties and grammars, keep state over the answer's tokens. A resuming
+request would lose this state, so it must not use such parameters. Every field of SGLang's `SamplingParams` is
 in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants
 with the installed SGLang release.
 """
@@ -85,7 +85,7 @@ INTERNAL_PARAMS = frozenset(
 
 
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:
-    """Return why these sampling parameters prevent an exact resume of an answer, or None if they allow it.
+    """Return why these sampling parameters prevent an exact resume, or None if an exact resume is possible.
 
     The returned message begins with the parameter's name.
     """

@@ -129,9 +129,9 @@ def _under_the_vocabulary(
 ) -> NDArray[np.float32]:
     """Return the whole-vocabulary log-probs of the n tokens in all masks, float32 [n].
 
-    `support` holds the log-prob of each of these tokens over its mask. `reported` holds each sampled token's
-    log-prob over the whole vocabulary. At one position with sampled token `s`, the result for token `i` is
-    `support[i] + (reported - support[s])`.
+    `support` holds the log-prob of each of these tokens, renormalized over the token's mask. `reported` holds
+    each sampled token's log-prob over the whole vocabulary. At one position with sampled token `s`, the
+    result for token `i` is `support[i] + (reported - support[s])`.
     """
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
@@ -174,9 +174,10 @@ def _read_ids(name: str, rows: Any, num_tokens: int) -> tuple[NDArray[np.int32],
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return the mask tokens' log-probs over their masks, float32 [n], or None if the answer lacks them.
+    """Return the log-probs of all tokens in the masks, float32 [n], or None if the answer lacks them.
 
-    SGLang reports the log-probs of all tokens in a mask only if `sampling_logprobs_mode` is "support".
+    The log-probs are renormalized over each mask. SGLang reports the log-probs of all tokens in a mask only
+    if `sampling_logprobs_mode` is "support".
     """
     if rows is None:
         return None

@@ -70,7 +70,7 @@ def encode_top_p(
 def decode_top_p(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode the sets of a `/generate` response's generated tokens, from base64 or lists.
+    """Decode the candidate sets of the generated tokens in a `/generate` response, from base64 or lists.
 
     Args:
         meta_info: the response's `meta_info`.
@@ -96,7 +96,9 @@ def decode_top_p(
 def decode_prompt_top_p(
     meta_info: Mapping[str, Any], prompt_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode a `/generate` response's sets for the prompt tokens from `logprob_start_len` on.
+    """Decode the candidate sets of the prompt tokens in a `/generate` response.
+
+    The response has sets only for the prompt tokens from `logprob_start_len` on.
 
     Args:
         meta_info: the response's `meta_info`.

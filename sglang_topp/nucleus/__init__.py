@@ -88,8 +88,8 @@ def support_candidates(
 
     Args:
         logprobs: floats [R, V], natural log-probs of the whole vocabulary, as for `top_p_candidates`.
-        weights: numbers [R, W] on the device of `logprobs`. The sampler draws with these weights, after all
-            its filters. The sampler never draws a token whose weight is 0, negative, or NaN.
+        weights: numbers [R, W] on the device of `logprobs`, the sampling weights after all of the sampler's
+            filters. The sampler never draws a token whose weight is 0, negative, or NaN.
         token_ids: integers [R, W], the token id of each weight, without duplicates in a row. None means that
             W is V, and that column `i` of `weights` belongs to token id `i`.
         sampled_ids: integers [R], the sampled token of each row.

@@ -130,7 +130,7 @@ def stage_top_p(
         capacity: C, the number of candidates for which the staging area has room.
         lowest: log-probs at or below this value stand for probability 0. The default of `lowest` is the
             lowest value of the dtype of `logprobs_BV`.
-        is_taken_B: bool, on the GPU, whether to extract the row's set. Otherwise, the row gets an empty set,
+        is_taken_B: bool, on the GPU, whether to extract each row's set. A row with False gets an empty set,
             like a row with a threshold of 0. If `is_taken_B` is None, the function extracts all sets.
     """
     limits_B = _limits(p_B, logprobs_BV)
@@ -246,9 +246,8 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
-    # With p = 1, the nucleus is the whole row. With a limit of 1, the nucleus could lack a part of the row,
-    # because the rounded probabilities of the other part can sum to 1. For p = 1, the limit is therefore
-    # infinite.
+    # With p = 1, the nucleus is the whole row. Use an infinite limit: a limit of 1 could cut the row, because
+    # the rounded probabilities may sum to 1 before the end of the row.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

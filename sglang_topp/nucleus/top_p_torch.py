@@ -32,11 +32,11 @@ __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
 # The number of blocks that each attempt reads from a row. At p = 0.95, 128 blocks contain the whole nucleus
-# for nearly all rows of a language model. Reading 1024 blocks takes a fraction of the time of sorting a whole
-# row of a large vocabulary.
+# for nearly all rows of a language model. If the vocabulary is large, reading 1024 blocks takes far less time
+# than sorting the whole row.
 _ATTEMPTS = (128, 1024)
-# One call of `_cut` sorts as many whole rows as fit in this number of log-probs, and at least one row.
-# This number of log-probs fits in a CPU's cache (`_WHOLE_VALUES_CPU`), or in an accelerator's memory.
+# The maximum number of log-probs in a call of `_cut` with whole rows. A longer row gets a call of its own.
+# `_WHOLE_VALUES_CPU` log-probs fit in a CPU's cache, and `_WHOLE_VALUES` in an accelerator's memory.
 _WHOLE_VALUES_CPU = 1 << 16
 _WHOLE_VALUES = 1 << 25
 

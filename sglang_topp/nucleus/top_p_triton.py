@@ -1,15 +1,16 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. It takes the largest maxima, as few as have a total probability of `p` or more. If all maxima
-together have a lower probability, it takes all of them. The blocks of these maxima are called active. The
-active blocks contain the row's whole nucleus: their maxima are log-probs of the row and already reach `p`, so
-the nucleus holds no token below the smallest of them. All tokens of the other blocks lie below. The second
-kernel searches the active blocks for the exact cutoff, the sort key that separates the nucleus's log-probs
-from lower ones. The last kernel writes out the tokens of the nucleus. Most rows of a language model have a
-few dozen active blocks out of thousands. A row of normally distributed logits with standard deviation 6 has
-85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are
-active, and the extraction takes longer.
+every block. The second kernel selects the blocks with the highest maxima as active blocks: just enough blocks
+that the probabilities of their maxima sum to `p` or more. Every token of another block is less likely than
+all of these maxima, so the active blocks contain the whole nucleus. If the sum over all blocks is below `p`,
+every block with a token of non-zero probability is active. The second kernel then searches the active blocks
+for the exact cutoff: the sort key that separates the nucleus's log-probs from lower log-probs. The last
+kernel writes out the tokens of the nucleus.
+
+Most rows of a language model have a few dozen active blocks out of thousands. A row of normally distributed
+logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are
+about equally likely, all blocks are active, and the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
 compares all values' sort keys with several pivot keys, and narrows the interval of sort keys. The search ends
@@ -280,13 +281,14 @@ def _search(
 
     The values are a row's block maxima, or the log-probs of the row's active blocks.
 
-    After each round, the probabilities of the values with keys below `low` sum to less than `limit`, so a
-    value with key `low` is in the nucleus. The probabilities of the values with keys below `high` sum to
-    `limit` or more, unless every value with a key of `high` or more has probability 0. The search ends when
-    at most one value has a key from `low` to `high - 1`, or when `high - low` is at most 1. The values that
-    still have a key from `low` to `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
-    The search loads up to HELD values once, and keeps these values in registers. With more than HELD values,
-    the search loads all values again in every round.
+    After each round, the values with keys below `low` have a total probability below `limit`, so a value with
+    key `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or
+    more, or are all values of non-zero probability. The search ends when at most one value has a key from
+    `low` to `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to
+    `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
+
+    If there are at most HELD values, the search loads all values once, and keeps them in registers. With more
+    than HELD values, the search loads all values again in every round.
     """
     low = highest_key.to(tl.int64)
     high = tl.full((), 0, tl.int64) + lowest_key

@@ -41,7 +41,7 @@ __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 _CHUNK_BYTES = 1 << 23  # larger chunks exceed a CPU's cache; smaller chunks need more thread barriers
 
 
-# Shapes vary, so compiling is useless. torch does not annotate the decorator.
+# Do not compile this function, because shapes vary between calls. The decorator has no type annotations.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def candidate_logprobs(
     hidden: Tensor,
@@ -97,10 +97,10 @@ def candidate_logprobs(
         entropy: also return the entropy over each candidate set.
         per_candidate: also return the log-prob of every candidate.
         kl_to: [n], another policy's log-probs of all candidates. If given, also return
-            KL(this policy || other policy). Its gradient flows to this policy only. Pass a reference model's
-            `Scores.candidate_logprobs`. For the KL to the policy that generated the rollouts, pass
-            `candidates.logprobs`. The call renormalizes the log-probs over each set, so log-probs over the
-            whole vocabulary are valid too.
+            KL(this policy || other policy). The other policy gets no gradient. For the KL to a reference
+            model, pass the model's `Scores.candidate_logprobs`. For the KL to the policy that generated the
+            rollouts, pass `candidates.logprobs`. The call renormalizes the log-probs over each set, so
+            log-probs over the whole vocabulary are valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.

@@ -47,7 +47,7 @@ class DistillationLoss:
         return self.kl.sum() / self.counted.sum().clamp(min=1)
 
 
-# Shapes vary, so compiling is useless. torch does not annotate the decorator.
+# Do not compile this function, because shapes vary between calls. The decorator has no type annotations.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def distillation_loss(
     hidden: Tensor,

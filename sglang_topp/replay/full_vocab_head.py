@@ -59,8 +59,8 @@ def head_logprobs(
         entropy: also return the differentiable entropy over the whole vocabulary.
         chunk_rows: the number of positions that pass through the LM head at a time. By default, the logits of
             these positions take at most 256 MiB. If `chunk_rows` is T or more, the forward keeps the logits,
-            T x V x 4 bytes, for the backward. The backward then does not compute the logits again, and a
-            quarter of the work of forward and backward is saved.
+            T x V x 4 bytes, for the backward. Keeping the logits saves a quarter of the work of forward and
+            backward.
 
     The other arguments and the errors are those of `candidate_logprobs`. On a CPU, the weight of a
     half-precision head is converted to float32 during the call.

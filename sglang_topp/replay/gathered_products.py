@@ -8,9 +8,9 @@ The functions run on any device. A call copies at most `chunk` rows of a matrix 
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
 order, so results are bitwise reproducible. `gathered_products_triton` has the same functions for NVIDIA GPUs.
 
-On a CPU, a call needs only one torch operation per chunk if its inputs already have the dtype of the sums.
-Other inputs need several torch operations, and the CPU threads wait for each other after each operation. On a
-busy machine, set `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
+On a CPU, a call needs the fewest torch operations if its inputs already have the dtype of the sums. The CPU
+threads wait for each other after each torch operation. On a busy machine, set `OMP_WAIT_POLICY=passive`, so
+that waiting threads sleep.
 
 Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
 """
@@ -84,7 +84,7 @@ def gathered_sum(
             `weights`.
         segments: int64 [m], ascending, below `num_segments`. Entry `e` is added to row `segments[e]` of the
             result.
-        out_dtype: the dtype to which each finished sum is rounded, once.
+        out_dtype: the dtype of the result. The function rounds each finished sum to `out_dtype` once.
         chunk: the number of entries to add up at a time. If `source`, `weights`, and the result have the same
             dtype, the function adds up all entries at once and ignores `chunk`.
 
@@ -104,8 +104,8 @@ def gathered_sum(
             rows = torch.arange(len(rows), device=source.device)
         present, counts = torch.unique_consecutive(segments[part], return_counts=True)
         sums = _bags(table, rows, weights[part], F.pad(counts.cumsum(0), (1, 0)))
-        # The last segment of a chunk may continue in the next chunk. Keep the segment's unrounded sum, and
-        # add it to the segment's sum in the next chunk, so that the whole sum is rounded only once.
+        # The last segment of a chunk may continue in the next chunk. Carry the segment's unrounded sum over
+        # to the next chunk, so that rounding affects only the complete sum.
         if int(present[0]) == carried:
             sums[0] += carried_H
         carried, carried_H = int(present[-1]), sums[-1]
@@ -154,7 +154,7 @@ def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
     """Compute `out[rows] += values`, rounded once to the dtype of `out`. `rows` must ascend."""
     if out.dtype != values.dtype:
         out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
-    elif out.is_cpu:  # one parallel operation; `index_add_` takes five
+    elif out.is_cpu:  # one parallel operation; `index_add_` runs five
         out.add_(
             torch.sparse_coo_tensor(rows[None], values, out.shape, is_coalesced=True, check_invariants=False)
         )

@@ -121,7 +121,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, this argument is a placeholder that the kernels do not read.
+        # If `out_row_S` is None, pass `start_S1` as a placeholder. The kernels then do not read the argument.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),

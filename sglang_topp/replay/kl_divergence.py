@@ -1,7 +1,7 @@
 """The KL divergence between two policies on candidate sets, with or without a tail for all other ids.
 
-Shape legend: T positions, A positions with two or more candidates (`SupportIndex.rows`), m candidates that
-this rank holds at the A positions.
+Shape legend: T positions, A positions in the index (`SupportIndex.rows`), m candidates that this rank holds
+at the A positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def divergence(
             log-sum-exp covers the ids of all ranks. If `tail` is None, the policy is the softmax over the
             candidates.
         other: [m], the other policy's log-probs of the same candidates. At each position, the probabilities
-            of all ranks' candidates and of the tail must sum to 1.
+            of the candidates (on all ranks) and of the tail must sum to 1.
         other_tail: [A], the other policy's log-prob of the tail, or None without a tail. An element of
             `other_tail` may be minus infinity. With `reverse`, an element of `other_tail` may be minus
             infinity only where `tail` is minus infinity too.

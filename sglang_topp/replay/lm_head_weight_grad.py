@@ -1,10 +1,9 @@
 """The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
 
-A dense gradient has shape [V, H], however few ids occur in the candidate sets. If the LM head computes only
-the candidates' logits, nearly all of its time goes into the dense gradient: zeroing it, writing it, and
-adding it to the existing gradient. A sparse gradient has one row per distinct candidate id. If the caller
-passes a buffer [V, H], the backward adds the gradient to the buffer's rows at the candidate ids, and does not
-touch the buffer's other rows.
+A dense gradient has shape [V, H], however few ids occur in the candidate sets. If only the candidates' logits
+are computed, the dense gradient takes nearly all of the LM head's time. A sparse gradient has one row per
+distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the buffer's
+rows at the candidate ids, and does not touch the buffer's other rows.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
 hidden states. Autograd runs only the nodes whose gradients are requested. A backward that requests only the
@@ -33,7 +32,7 @@ WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
     """Raise InvalidInputError unless `weight_grad` is "dense", "sparse", or a valid buffer for the gradient.
 
-    `dtype` is the dtype of the gradient's sums.
+    `dtype` is the dtype in which the backward sums the gradient.
     """
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):

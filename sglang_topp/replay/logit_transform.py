@@ -46,9 +46,8 @@ class LogitTransform:
     ) -> LogitTransform:
         """Check the arguments, copy a `temperature` tensor, and build a transform.
 
-        If `may_wait` is False, this method does not wait for the device, and so cannot check the values of a
-        `temperature` tensor on an accelerator. The copy of such a tensor holds NaN for each invalid
-        temperature.
+        If `may_wait` is False, this method does not wait for the device. An invalid value in a `temperature`
+        tensor on an accelerator then raises no error, but becomes NaN in the copy.
 
         Raises:
             InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor
@@ -106,7 +105,7 @@ class LogitTransform:
         return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
     def take(self, positions: Tensor) -> LogitTransform:
-        """Return the transform for a subset of positions, whose indices are in `positions` (1-D int64)."""
+        """Return the transform for only the positions with the indices `positions` (1-D int64)."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature.to(positions.device).index_select(0, positions))

@@ -165,8 +165,8 @@ def dense_mask(
     """
     sets = sets_on(candidates, device)
     token_ids, sizes = sets.token_ids.long(), sets.offsets.diff()
-    # For the candidates of other ranks, `index_fill_` writes True to one additional element that is not part
-    # of the mask.
+    # `flat` has one more element than the mask. For candidates of other ranks, `index_fill_` writes True to
+    # this additional element.
     flat = torch.empty(len(sets) * vocab_local + 1, dtype=torch.bool, device=token_ids.device)
     mask = flat[:-1].view(len(sets), vocab_local)
     mask.copy_((sizes == 0)[:, None])

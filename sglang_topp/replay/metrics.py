@@ -64,10 +64,11 @@ class ReplayMetrics:
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
     ) -> ReplayMetrics:
-        """Return the same metrics on every rank: those over the tokens of all ranks in `group`.
+        """Combine the metrics of all ranks in `group`, and return the combined metrics on every rank.
 
-        The ranks must hold different tokens (data and context parallel). Do not pass a tensor-parallel group,
-        because the ranks of such a group hold the same tokens. The group's backend must support `device`.
+        The ranks must hold different tokens, as in a data-parallel or context-parallel group. Do not pass a
+        tensor-parallel group, because its ranks hold the same tokens. The group's backend must support
+        `device`.
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         maxima = reduce_max(sums.clone(), group).tolist()
@@ -82,7 +83,7 @@ class ReplayMetrics:
     def summary(self) -> dict[str, float]:
         """Return means and maxima by name, for a logger.
 
-        A mean is NaN if it has no token to average over, or if the sum of the averaged values is NaN.
+        A mean over zero tokens is NaN. A mean is also NaN if the sum of its values is NaN.
         """
 
         def mean(total: float, count: float) -> float:

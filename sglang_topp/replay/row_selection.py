@@ -4,7 +4,7 @@ Hidden states, candidate sets, targets, old log-probs, and loss masks all go thr
 they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token at
 `s + 1` may be on another context-parallel rank.
 
-A *response position* is a token's index among all response tokens of the micro-batch, sample after sample.
+A *response position* is a token's index among the response tokens of all samples, concatenated in order.
 The concatenated candidate sets, response ids, and masks have one entry per response position.
 """
 
@@ -45,8 +45,8 @@ class Layout:
         contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
                     holds part r
 
-    In bshd, the sequence lengths do not tell on which side the rows are padded. Hidden states that were
-    selected with the padding on the wrong side would still have the right shape, so no check would find the
+    In bshd, the sequence lengths do not tell on which side the rows are padded. If `select_rows` assumed the
+    wrong side, the selected hidden states would be wrong but have the right shape, so no check would find the
     mistake. For bshd, `select_rows` therefore requires the attention mask, and reads each row's padding from
     the mask.
 
@@ -56,10 +56,9 @@ class Layout:
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
         sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
             split also pads each sequence to a multiple of `2 * cp_size`.
-        padded_length: thd only. The number of tokens that the whole packed stream has before the split,
-            including padding after the last sequence. `padded_length` is `cp_size` times the number of tokens
-            on one rank, padding included. The default of `padded_length` is the smallest multiple of
-            `cp_size` that holds all padded sequences.
+        padded_length: thd only. The number of tokens in the whole packed stream before the split, including
+            all padding. Each rank holds `padded_length / cp_size` tokens. The default is the smallest
+            multiple of `cp_size` that holds all padded sequences.
     """
 
     format: Literal["thd", "bshd"] = "thd"
@@ -97,9 +96,8 @@ class Layout:
     ) -> RowSelection:
         """Find this rank's rows that predict response tokens, and the token that each row predicts.
 
-        If a prompt is empty, no token precedes the first token of the response, so no row on any rank scores
-        this first token. `RowSelection.scored` is False for the first token of a response whose prompt is
-        empty.
+        If a prompt is empty, no token precedes the first response token, so no row on any rank scores the
+        first response token. `RowSelection.scored` is False for that token.
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
@@ -199,8 +197,8 @@ class Layout:
         """Return the rank that holds each token, the token's row on its rank, and each rank's row count.
 
         Args:
-            padded: [B], each sequence's number of columns before the split.
-            sample, column: each token's sequence, and its column in this sequence.
+            padded: [B], the padded length of each sequence before the split.
+            sample, column: the index of each token's sequence, and the token's column in the padded sequence.
         """
         total, first = int(padded.sum()), np.cumsum(padded) - padded
         if self.format == "thd":

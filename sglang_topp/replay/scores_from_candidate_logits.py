@@ -157,8 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # `is_scored_A` has no entries for positions with one candidate, so such a position has score 0
-            # even if its set lacks the target. Set NaN at every position whose set lacks the target.
+            # Set NaN at every position whose set lacks the target. `is_scored_A` covers only positions with
+            # two or more candidates. A position with one candidate would otherwise score 0.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
@@ -235,8 +235,8 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 def check_held(held_A: Tensor, support: SupportIndex) -> None:
     """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate.
 
-    `held_A[a]` is the sum over the ranks of how many candidates of position `a` the rank holds. A candidate
-    on k ranks counts k times.
+    `held_A[a]` is the total number of candidates of position `a` that the ranks hold. A candidate that k
+    ranks hold counts k times.
     """
     index = first_true(held_A != support.sizes)
     if index is not None:

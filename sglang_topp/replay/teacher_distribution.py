@@ -55,9 +55,8 @@ class TeacherDistribution:
             sets: the teacher's sets, with log-probs over the whole vocabulary.
             counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for a distribution without a tail.
-            smallest_tail: the lower limit for a tail's probability. If a tail's probability is lower, this
-                method raises it to `smallest_tail`. If a set is the whole vocabulary, its tail keeps
-                probability 0.
+            smallest_tail: the lower limit for a tail's probability. The method raises lower probabilities to
+                `smallest_tail`. If a set is the whole vocabulary, the tail has probability 0 nevertheless.
 
         Raises:
             InvalidInputError: the sets have no log-probs.

@@ -24,9 +24,9 @@ _WEIGHT_ROWS = 1 << 13
 class VocabHead:
     """The matrix products of an LM head: logits, and the gradients of hidden states and weight.
 
-    The products have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
-    half-precision dtype, and sum the products in float32. In all other cases, the matrices are first
-    converted to `dtype`.
+    The results have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
+    half-precision dtype, and sum in float32. In all other cases, the matrices are first converted to
+    `dtype`.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 `full_vocab_head` and `logprobs_from_logits` compute their softmax with this module. To save memory, the
 forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` or
-`logprobs_from_logits` provides the logits of one chunk at a time, in a new tensor. `to_gradient` computes the
-probabilities from this tensor, and overwrites the tensor with the gradient.
+`logprobs_from_logits` passes the logits of one chunk at a time to `to_gradient`. `to_gradient` overwrites the
+logits with their gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
@@ -92,7 +92,7 @@ class Softmax:
 
 
 class RowSums:
-    """Softmax sums of this rank's logits, added chunk by chunk. `finish` combines the sums of all ranks."""
+    """Softmax sums of this rank's logits, computed per chunk. `finish` combines the sums of all ranks."""
 
     def __init__(
         self, num_positions: int, dtype: torch.dtype, device: torch.device, *, entropy: bool
@@ -113,7 +113,7 @@ class RowSums:
         """Compute the softmax sums of the positions in slice `part` from these positions' logits `logits_CV`.
 
         The method subtracts `subtracted_T` from `logits_CV` in place. The method may then raise elements of
-        `logits_CV` to `_LOWEST`. No probability changes thereby.
+        `logits_CV` to `_LOWEST`. Neither change affects a probability.
         """
         if logits_CV.shape[1] == 0:
             return

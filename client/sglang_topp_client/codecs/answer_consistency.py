@@ -23,11 +23,11 @@ def check_sets(
     """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
 
     The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
-    compares the log-probs for equality. The check therefore also rejects a set that belongs to another
-    position or request, or whose log-probs have another temperature.
+    compares the log-probs for equality. The check therefore also rejects sets of another position or request,
+    and log-probs that were computed at another temperature.
 
     Args:
-        candidates: the candidate sets, T positions.
+        candidates: the candidate sets of T positions.
         output_ids: int32 [T].
         logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
         field: the name of the sets in error messages.
@@ -56,10 +56,12 @@ def check_sets(
 
 
 def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
-    """Raise WireError if `CandidateSets.check_kept_mass` finds a set whose mass is impossible for `p`.
+    """Raise WireError if a set's total probability is too low or too high for the threshold `p`.
+
+    `CandidateSets.check_kept_mass` defines the limits.
 
     Args:
-        candidates: the candidate sets, T positions.
+        candidates: the candidate sets of T positions.
         p: the requested threshold, in (0, 1].
         field: the name of the sets in error messages.
     """

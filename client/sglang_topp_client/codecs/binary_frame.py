@@ -45,7 +45,7 @@ def encode_frame(
     """Encode one record as a frame.
 
     Args:
-        record: a JSON-serializable object. The frame's JSON is this object with the field `num_candidates`.
+        record: a JSON-serializable object. The frame's JSON is this object plus the field `num_candidates`.
         arrays: 1-D, int32 or float32.
         sets: the candidate sets, with log-probs. In the frame, the sizes, ids, and log-probs of the sets
             follow the arrays.
@@ -75,7 +75,7 @@ def is_frame(raw: bytes) -> bool:
 
 
 class FrameReader:
-    """A reader of one frame. Call first the methods that read arrays, in the frame's order, and then `sets`.
+    """A reader of one frame. First read the arrays, in the frame's order, and then call `sets`.
 
     Args:
         raw: the bytes of the whole frame.

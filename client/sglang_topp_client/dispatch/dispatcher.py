@@ -53,10 +53,10 @@ OnFailure: TypeAlias = Callable[[tuple[int, int], SglangToppError], None]
 
 @dataclass(frozen=True)
 class Operation(Generic[Result]):
-    """The protocol classes, result functions, and message nouns that differ between rollouts and scores.
+    """The parts of the dispatcher that differ between rollouts and scores.
 
     Attributes:
-        singular, plural: the singular and plural noun for a result in messages.
+        singular, plural: the nouns for one result and for several results, in texts for the user.
         exchanges: for each kind of server (sidecar or SGLang), the class that writes the requests and reads
             the answers.
         place: returns a result's prompt index and sample index.
@@ -183,9 +183,9 @@ class Dispatcher(Generic[Result]):
     def _samples_per_call(
         self, exchange_type: type[_Exchange[Result]], groups: Collection[Sequence[SampleRequest]]
     ) -> int:
-        """Return the number of samples at which a call is full.
+        """Return the number of samples at which `_batches` completes a batch.
 
-        Calls are small enough to spread the samples over all servers.
+        Batches are small enough to spread the samples over all servers.
         """
         if self._on_failure is not None:
             return 1

@@ -69,9 +69,9 @@ class Endpoint:
         """Return the value of the header `X-SMG-Routing-Key` for a request to this server.
 
         Args:
-            earlier: the routing key of the rollout that the request continues, or empty. The part of the
-                returned key before the `-` comes from `earlier`, or is random if `earlier` is empty. The part
-                after the `-` identifies this server.
+            earlier: the routing key of the rollout that the request continues or scores, or empty. The part
+                of the returned key before the `-` comes from `earlier`, or is random if `earlier` is empty.
+                The part after the `-` identifies this server.
         """
         return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
 
@@ -169,8 +169,8 @@ class Endpoint:
         """Ask the server to abort a request.
 
         Args:
-            request_id: the request's id on this server. An engine has given the request this id. A sidecar
-                has received this id as the `request_id` of the request.
+            request_id: the id by which the server knows the request: the engine's id, or the `request_id`
+                that the sidecar received.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)

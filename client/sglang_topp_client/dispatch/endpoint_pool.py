@@ -102,8 +102,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # If calls of this client are running, wait without using up a retry. Each of these calls
-                # frees its file descriptors when it ends.
+                # Each running call of this client frees its file descriptors when it ends. While calls are
+                # running, wait without using up a retry.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -133,7 +133,7 @@ class EndpointPool:
             await asyncio.sleep(wait_s)
 
     async def order_all(self, order: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Send an order, such as an abort, to every server.
+        """Run `order` on every server, for example to abort a request.
 
         Raises:
             SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
@@ -162,13 +162,13 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server that generated the rollout which `request` continues, or None if unknown."""
+        """Return the server that generated the rollout with the request's routing key, or None if unknown."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server that generated the rollout to continue.
+        """Group requests by the server that generated the rollout with the request's routing key.
 
-        Requests that continue no rollout and requests whose server is unknown form one further group.
+        Requests without a routing key and requests whose server is unknown form one further group.
         """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:

@@ -33,8 +33,8 @@ class GracefulAbort:
     def request(self) -> None:
         """Begin the abort.
 
-        After a call of this method, `run` ends once the server's answer is complete, or once the server has
-        sent nothing for `grace_s` seconds.
+        `run` then ends once the server's answer is complete, or once the server has sent nothing for
+        `grace_s` seconds.
         """
         self.note_received()
         self._requested.set()
@@ -56,10 +56,9 @@ class GracefulAbort:
         Args:
             call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before
                 `run`, the coroutine is not started.
-            open_orders: a function that returns a mapping. The mapping has one abort function for each open
-                HTTP request. The abort function asks the server to abort the request. The key is the
-                request's id on the server. The mapping leaves out requests whose id is unknown. If no request
-                is open, `open_orders` returns None, and `run` cancels the call.
+            open_orders: a function that returns a mapping from ids to abort functions. The function for an id
+                asks the server to abort the request with this id. The mapping leaves out requests whose id is
+                unknown. If no HTTP request is open, `open_orders` returns None, and `run` cancels the call.
 
         Raises:
             Exception: the error that `call` raised.

@@ -47,16 +47,16 @@ class LoadBalancer(Generic[_T]):
 
     @property
     def num_in_flight(self) -> int:
-        """The number of samples that the calls in flight request."""
+        """The total number of samples that the running calls asked for."""
         return sum(state.num_in_flight for state in self._states)
 
     @property
     def failures(self) -> dict[_T, SglangToppError]:
-        """The last retryable error of each endpoint that has completed no call since this error."""
+        """The last retryable error of each failing endpoint. A successful call removes the error."""
         return {state.endpoint: state.error for state in self._states if state.error is not None}
 
     def has_ready(self, *, without: Collection[_T]) -> bool:
-        """Return whether at least one endpoint that is not in `without` is ready."""
+        """Return whether any endpoint outside of `without` is ready."""
         return any(self._is_ready(state) and state.endpoint not in without for state in self._states)
 
     @contextmanager

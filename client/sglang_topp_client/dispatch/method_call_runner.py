@@ -130,8 +130,8 @@ class MethodCallRunner:
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. A call of the method
-                raises this error at once, before the caller iterates over the generator.
+            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The method raises
+                this error at once, before the caller iterates over the generator.
         """
         requests = mark_interruptible(requests, on_abort)
 
@@ -255,7 +255,7 @@ class MethodCallRunner:
         returns_partial: bool = False,
         repeats_aborted: bool = False,
     ) -> AsyncGenerator[Result, None]:
-        """Yield the results of one request as they arrive. The progress bar expects `count` results."""
+        """Yield the results of one request as they arrive. The progress line shows `count` as the total."""
         here, name = self._here(), request_id or uuid.uuid4().hex
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         too_late = RequestTimeoutError(

@@ -24,8 +24,8 @@ async def collect_in_order(
     Args:
         operation: `ROLLOUTS` or `SCORES`.
         requests: one request for each prompt.
-        stream: starts a request, and yields the request's results in any order. If the call of `stream`
-            raises an error, such as for a wrong argument, `collect_in_order` raises this error.
+        stream: starts a request, and yields the request's results in any order. If calling
+            `stream` fails, such as for a wrong argument, the error is raised even with `return_exceptions`.
         return_exceptions: if True, the entry of a failed sample is the error of the sample. If False, the
             first error is raised.
 

@@ -69,8 +69,7 @@ class PartialRollouts:
         joined = rollout if part is None else join_parts(part, rollout)
         request = self._requests[rollout.prompt_index]
         if self._on_abort != "resume" or joined.finish_reason != ABORT:
-            # Store the caller's parameters in the rollout, and not those of the last HTTP request: requests
-            # for later parts have lower token limits.
+            # Store the caller's parameters in the rollout. The last HTTP request may have lower token limits.
             params, p = request.sampling_params, request.top_logprobs_p
             self._deliver(replace(joined, sampling_params=params, top_logprobs_p=p))
             return None

@@ -79,7 +79,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
-        """Prepare one call. The arguments are those of `SidecarExchange`.
+        """Prepare one call. `SidecarExchange` documents the arguments.
 
         SGLang has no time limit for a request, so the client does not send `timeout_s`.
 
@@ -201,8 +201,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """Return the prompt's token ids.
 
-        Raise WireError if the number of these ids differs from the number of prompt tokens in `last`, the
-        sample's last chunk.
+        Raise WireError if `last`, the sample's last chunk, reports another number of prompt tokens.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)

@@ -50,8 +50,8 @@ def plan_scores(
     Args:
         sequences: one sequence or several. A sequence is text, token ids, or a Rollout, whose prompt and
             output tokens form the sequence.
-        top_logprobs_p: one threshold for all sequences, or one threshold per sequence. None or 0 requests no
-            sets.
+        top_logprobs_p: one threshold for all sequences, or one threshold per sequence. With None or 0, the
+            scores have no sets.
         start: the first scored position, one for all sequences or one per sequence. By default (None), a
             Rollout is scored from its first generated token on, and any other sequence from position 1 on.
 
@@ -68,8 +68,8 @@ def plan_scores(
         given = list(one_each("start", start, count, per="sequence"))
         names = [f"start[{i}]" for i in range(count)]
     firsts = [len(rollout.prompt_ids) for rollout in rollouts] or [1] * count
-    # If a request has the rollout's routing key, a gateway sends the request to the server that generated the
-    # rollout. The server that generated a rollout has the sequence in its prefix cache.
+    # A gateway sends a request with the rollout's routing key to the server that generated the rollout. This
+    # server probably has the sequence in its prefix cache.
     keys = [rollout.routing_key for rollout in rollouts] or [""] * count
     return [
         ScoreRequest(

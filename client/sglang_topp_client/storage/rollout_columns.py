@@ -112,7 +112,7 @@ def schema() -> Any:
 
 
 def check_rollout(rollout: Rollout) -> None:
-    """Raise InvalidInputError, with the field's name, if the columns cannot hold a field of `rollout`."""
+    """Raise InvalidInputError if a field of `rollout` cannot be stored. The error names the field."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
     for name in _COUNTS:
@@ -276,7 +276,7 @@ class _Sets:
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Concatenate the lists that the column `lists` holds in the consecutive rows `rows`.
+        """Concatenate the lists in the rows `rows` of the column `lists`.
 
         Return a new array with the elements of all these lists, and the offset of each list in this array.
         """

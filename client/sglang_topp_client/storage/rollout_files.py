@@ -108,8 +108,8 @@ class RolloutWriter:
 
     Args:
         path: the directory, which the writer creates if it does not exist.
-        append: whether to add parts to a directory that already has parts. If False, the writer raises
-            InvalidInputError if the directory has parts, so that two runs are not mixed by accident.
+        append: whether to add parts to a directory that already has parts. If False, a directory with
+            parts raises InvalidInputError, so that two runs are not mixed by accident.
         part_size: the maximum number of rollouts in a part. The writer holds the rollouts of a part in memory
             until it writes the part's file. The writer also ends a part if the next rollout would increase
             the part's size beyond 64 MiB.

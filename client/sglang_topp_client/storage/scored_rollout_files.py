@@ -42,7 +42,7 @@ def load_scored_rollouts(
             rollouts.
 
     Raises:
-        WireError: a file was altered or cut, or does not hold rollouts; the error names the file.
+        WireError: a file was altered or truncated, or holds no rollouts; the error names the file.
         OSError: the path cannot be read.
         ModuleNotFoundError: pyarrow is not installed.
     """

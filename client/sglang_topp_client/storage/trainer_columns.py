@@ -1,7 +1,7 @@
 """Columns that a trainer adds to saved rollouts: its own log-probs, and rewards.
 
-A file may lack any of the trainer's columns, and any trainer's column may have null in some rows. T is the
-number of output tokens of the row's rollout. The columns are::
+Each of the columns below is optional, and may be null in any row. T is the number of output tokens of the
+row's rollout::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets

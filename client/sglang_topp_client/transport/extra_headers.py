@@ -1,4 +1,4 @@
-"""Check the HTTP headers that a caller adds to every request, and define the routing key's header."""
+"""Check the HTTP headers that a caller adds to every request. Define the name of the routing-key header."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """The HTTP header that holds a routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# Headers that only the client may set. If a caller set one of these headers, the caller's value would break
-# the connection or the decoding of the answer.
+# Headers that only the client may set. A caller's value would break the connection, the decoding of the
+# answer, or the routing.
 _RESERVED = {
     "accept",
     "accept-encoding",

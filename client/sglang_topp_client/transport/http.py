@@ -1,4 +1,4 @@
-"""HTTP client of one server, built on aiohttp: send requests, stream answers, and turn statuses into errors.
+"""HTTP client of one server, built on aiohttp: send requests, stream answers, and raise HTTP errors.
 
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
 take an hour. The connection pool has no size limit, because the client already limits the calls in flight.
@@ -174,7 +174,7 @@ class HttpClient:
         """POST `body` as JSON, and yield the messages of the answer as they arrive.
 
         The answer's media type decides whether the messages are lines or frames (`framing.py`). If the caller
-        leaves the context early, the connection is closed.
+        leaves the `async with` block early, the client closes the connection.
 
         Args:
             path: the route.
@@ -184,7 +184,7 @@ class HttpClient:
 
         Raises:
             ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names one of this
-                project's error classes, the client raises an error of this class.
+                project's error classes, the client raises an error of that class.
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_message_bytes`; the rest of the answer is not read.
         """
@@ -247,9 +247,9 @@ class HttpClient:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
-        """Return whether a GET receives an answer's headers within `timeout_s`. Any status counts.
+        """Return whether a GET request gets response headers, with any status, within `timeout_s`.
 
-        The result is also True after a connection error within `timeout_s`, because the server may still work
+        The result is also True if the connection fails within `timeout_s`, because the server may still work
         on earlier requests. For example, a server that is shutting down refuses new connections, but still
         finishes its requests.
         """

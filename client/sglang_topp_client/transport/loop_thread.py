@@ -75,7 +75,7 @@ class LoopThread:
     def can_wait(self) -> bool:
         """Whether the current thread can wait for a result of the background event loop.
 
-        The loop's thread must run, and must not be the current thread.
+        Waiting works only if the loop's thread is running, and is not the current thread.
         """
         running = self._running
         return (

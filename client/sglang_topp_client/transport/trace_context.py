@@ -21,7 +21,7 @@ _forwarded: ContextVar[Mapping[str, str] | None] = ContextVar("forwarded_trace",
 
 @contextmanager
 def forward_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Send the trace context in `headers` with every request of this task and its child tasks.
+    """Add the trace context from `headers` to every request of this task and its child tasks.
 
     If `headers` has no valid `traceparent`, requests get neither `traceparent` nor `tracestate`.
 

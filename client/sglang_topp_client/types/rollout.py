@@ -102,9 +102,9 @@ class Rollout:
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [T], an argument of `collate_rl`: 1 for generated tokens, 0 for tokens that `extend` appended.
+        """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended.
 
-        The mask is also 0 for a generated token with an empty candidate set.
+        The mask is also 0 for a generated token with an empty candidate set. Pass the mask to `collate_rl`.
         """
         mask = np.ones(len(self.output_ids), np.int8)
         for start, end in self.appended_spans:
@@ -116,8 +116,7 @@ class Rollout:
     @property
     def turn_start(self) -> int:
         """The index of the last turn's first token: 0, or one past the last token that `extend` appended."""
-        appended = np.flatnonzero(self.loss_mask == 0)
-        return int(appended[-1]) + 1 if len(appended) else 0
+        return self.appended_spans[-1][1] if self.appended_spans else 0
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
         """Return a copy of this rollout with the token ids of a tool or an environment appended.
@@ -164,5 +163,5 @@ class Rollout:
         return self.candidates.masked_logprobs
 
     def _repr_html_(self) -> str:
-        """Return the HTML that notebooks show: tokens colored by kept mass, with candidates on hover."""
+        """Return the HTML that notebooks show for this rollout; see `rollout_to_html`."""
         return rollout_to_html(self)

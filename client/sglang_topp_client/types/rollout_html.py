@@ -1,4 +1,8 @@
-"""Render one rollout as HTML for notebooks: tokens colored by kept mass, candidates on hover, no scripts."""
+"""Render one rollout as HTML for notebooks, without scripts.
+
+The color of a token shows its kept mass, which is the total probability of the token's candidate set. A
+tooltip lists the token's candidates.
+"""
 
 from __future__ import annotations
 

@@ -142,10 +142,9 @@ def _page(
 def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
     """Return the row numbers of up to `count` rollouts to show token by token.
 
-    First come the rollouts that contain the tokens in `worst`, the page's list of the worst tokens. Rollouts
-    of the same prompts then take at most half of the remaining places, rounded up. The next places go to the
-    rollouts in `summary.ranked_rows()`, in that order. If fewer than `count` rollouts were found, the first
-    rollouts of the file fill the remaining places.
+    The list starts with the rollouts that contain the tokens in `worst`. Next come other samples of the same
+    prompts, which take at most half of the remaining places, rounded up. Then come the rollouts in
+    `summary.ranked_rows()`. If places remain, the first rollouts of the file fill these places.
     """
     order = list(dict.fromkeys(place.row for _, place in worst))[:count]
     siblings = [
@@ -163,7 +162,7 @@ class _Details:
     The page has a size limit, so `chosen` returns only as many rollouts as fit in the page.
 
     Args:
-        order: the row numbers of these rollouts, with the most important rollout first.
+        order: the row numbers of the rollouts that the page may show, most important first.
     """
 
     def __init__(self, order: list[int]) -> None:
@@ -192,7 +191,7 @@ class _Details:
 
 
 def _context(scored: ScoredRollout, position: int) -> dict[str, Any]:
-    """Return the metrics of one of the worst tokens, and the ids of the tokens around this token."""
+    """Return the metrics of the token at `position`, and the ids of this token and its neighbors."""
     rollout, metrics = scored.rollout, token_metrics(scored)
     start = max(0, position - _CONTEXT)
     numbers = {

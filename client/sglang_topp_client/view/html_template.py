@@ -1,8 +1,8 @@
 """Fill the HTML template of `sglang-topp view` with the style, the script, the data, and the security policy.
 
-The page holds its data in script elements whose types browsers do not execute. The data never contain the
-character `<`, and so cannot end a script element early. Each of these elements holds JSON or base64.
-`_json_text` escapes each `<` in the JSON, and base64 does not use `<`.
+The page holds its data as JSON or base64, in script elements that browsers do not execute. The data never
+contain the character `<`, and so cannot end a script element early. `_json_text` escapes each `<` in the
+JSON, and base64 does not use `<`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["content_security_policy", "page_chunks", "script_text"]
 
 # The JavaScript modules, in the order in which `script_text` concatenates them into one script. A module's
-# code outside of functions may use only modules that come earlier in this list.
+# top-level code may use only modules that come earlier in this list.
 _MODULES = (
     "dom.js",
     "number_format.js",

@@ -19,7 +19,7 @@ _EDGES = np.concatenate([[-np.inf], np.arange(-50.5, 51.0) * 0.02, [np.inf]])
 
 
 class RatioSummary:
-    """Statistics of the importance ratios whose logarithms the caller passes to `add`.
+    """Statistics of importance ratios. The caller passes the logarithms of the ratios to `add`.
 
     Attributes:
         num_tokens: the number of tokens whose ratios have been added.

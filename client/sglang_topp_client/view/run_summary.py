@@ -1,7 +1,7 @@
 """RunSummary: the statistics that `sglang-topp view` shows for a run.
 
-The statistics are histograms, percentile bands, a table of rollouts, and a verdict on the importance
-ratios.
+The statistics are histograms, percentile bands, a table of rollouts, and the numbers for the page's verdict.
+The verdict says whether any generated token lacks its candidate set, and whether to replay the sets.
 """
 
 from __future__ import annotations

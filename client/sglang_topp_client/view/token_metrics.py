@@ -1,6 +1,6 @@
 """Per-token numbers of one rollout: set size, kept mass, entropy, and importance ratios.
 
-In the shapes, T is the number of the rollout's output tokens.
+T is the number of the rollout's output tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TokenMetrics:
         is_appended: bool [T], whether a tool or an environment appended the token.
         is_missing: bool [T], whether the token was generated but has no set. A trainer must not train on
             tokens with missing sets.
-        mass: float64 [T], the kept mass of each token's set, or NaN if unknown.
+        mass: float64 [T], the kept mass: the total probability of each token's set, or NaN if unknown.
         entropy: float64 [T], the entropy of the distribution within each token's set, in nats, or NaN if
             unknown.
         log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
@@ -60,7 +60,7 @@ class TokenMetrics:
 def token_metrics(scored: ScoredRollout) -> TokenMetrics:
     """Compute the metrics of a rollout's tokens.
 
-    If a file has no log-probs of a trainer, both log-ratios of every token are NaN.
+    Without a trainer's log-probs, both log-ratios of every token are NaN.
     """
     rollout, scores = scored
     num_tokens = len(rollout.output_ids)

@@ -75,8 +75,7 @@ class TokenTexts:
 
     def _to_bytes(self, piece: str) -> bytes:
         if self._bytes_of is not None:
-            # A byte-level BPE tokenizer writes each byte as one character of `_byte_level`. Any other
-            # character is encoded as UTF-8.
+            # Each character of `_byte_level` stands for one byte. Encode any other character as UTF-8.
             return b"".join(self._bytes_of.get(one, one.encode()) for one in piece)
         if match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
@@ -100,10 +99,10 @@ class TokenTexts:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Return a mapping from characters to bytes: the 256 characters with which byte-level BPE writes bytes.
+    """Return a mapping from the 256 characters of byte-level BPE to the bytes that they stand for.
 
-    Byte-level BPE writes a byte as the Latin-1 character whose code is the byte, if this character is
-    printable and not a space. Byte-level BPE writes any other byte as a character from U+0100 on.
+    A byte is written as its Latin-1 character if this character is printable and not a space. The other
+    bytes, in ascending order, are written as the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

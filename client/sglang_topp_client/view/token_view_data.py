@@ -5,7 +5,7 @@ arrays. Each array is aligned to four bytes. All numbers are little-endian. The 
 the `[name, dtype, length]` of each array.
 
 For each candidate set, the arrays hold the first `MAX_LISTED` candidates, the sampled token, and the size and
-the kept mass of the whole set.
+the kept mass (the total probability) of the whole set.
 """
 
 from __future__ import annotations

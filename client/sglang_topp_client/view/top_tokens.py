@@ -1,4 +1,4 @@
-"""While a caller adds rollouts one by one, keep the tokens with the highest values of a metric.
+"""Keep the tokens with the highest values of a metric, over rollouts that are added one by one.
 
 `sglang-topp view` lists the kept tokens as the worst tokens. For a metric whose low values are bad, such as
 the kept mass, the caller adds negated values.

@@ -135,9 +135,9 @@ class _Group:
         """Join the process group as rank 0.
 
         torch's public functions create a process group only from members of torch's default group. This
-        process and the engines have no default group in common. SGLang's ranks therefore call private
-        functions of torch to join. All ranks exchange keys through one store, so this process must call the
-        same private functions.
+        process and the engines have no default group in common. SGLang's ranks therefore join through
+        private functions of torch. This process must call the same functions, because all ranks exchange keys
+        through one store.
         """
         from torch.distributed import distributed_c10d
 

@@ -16,7 +16,7 @@ Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 TRANSPORTS = ("disk", "tensor", "distributed")
 
 # How many seconds a flush of the KV cache waits for aborted requests to leave SGLang's scheduler. The
-# scheduler removes an aborted request within a few of its steps.
+# scheduler removes an aborted request within a few scheduling steps.
 _ABORTED_LEAVE_S = 30
 
 
@@ -88,7 +88,7 @@ class EngineControl:
 
         Raises:
             BadRequestError: SGLang refused the flush, because requests still hold memory of the KV cache, or
-                because retracted requests wait to run again. Requests that wait block a flush only if SGLang
+                because retracted requests wait to run again. Retracted requests block a flush only if SGLang
                 is older than 0.5.21 or runs with `--pp-size`.
         """
         # The flush request has a timeout only in the mode "abort", in which SGLang's scheduler keeps running.

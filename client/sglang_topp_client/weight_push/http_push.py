@@ -19,7 +19,7 @@ __all__ = ["push_tensors"]
 async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str) -> Outcomes:
     """Send a model's tensors to paused engines, and return the outcome of each engine.
 
-    An engine that fails gets no further tensors. The engines that do not fail get all tensors.
+    An engine that fails gets no further tensors. The push continues with the other engines.
 
     Args:
         engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
@@ -48,10 +48,10 @@ async def _send_to_healthy(
 
 
 def _bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
-    """Yield one JSON request body per tensor-parallel size for each bucket of tensors.
+    """Yield, for each bucket, a mapping from tensor-parallel size to JSON request body.
 
-    The body of a request depends on the engine's tensor-parallel size. For each bucket, this function
-    therefore yields a mapping from each size in `tp_sizes` to the body for engines of this size.
+    A request body depends on the engine's tensor-parallel size, so each mapping has one body for each size in
+    `tp_sizes`.
     """
     import torch
 

@@ -115,7 +115,8 @@ _BEFORE_0_5_19 = {
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
     # The prefill server of SGLang 0.5.12 sends the top log-probs to the HTTP process as tensors, not as
-    # lists. With nixl, SGLang 0.5.12 completes a transfer of the KV cache only for hybrid models.
+    # lists. With the transfer backend nixl, SGLang 0.5.12 completes a transfer of the KV cache only for
+    # hybrid models.
     Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
 }
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 __all__ = ["install"]
 
-# Only these two vllm modules have stubs. Code that looks for any other vllm module does not find the module.
+# Only these two vllm modules have stubs. The import of any other vllm module fails.
 _MODULES = ("vllm", "vllm._custom_ops")
 _PACKAGE = "sgl_kernel"
 

@@ -52,8 +52,8 @@ def activate() -> str | None:
             f"SGLANG_PLATFORM: got {_NAME} on a machine with an accelerator ({accelerator.type}), which parts"
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
-    # In some supported releases of SGLang, tensor-parallel ranks use NCCL wherever the NCCL library loads.
-    # NCCL does not work on a CPU.
+    # In some supported releases of SGLang, tensor-parallel ranks use NCCL whenever they can load the NCCL
+    # library. NCCL does not work on a CPU.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()

@@ -27,8 +27,8 @@ __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_que
 # The timeout of one HTTP request to the prefill server, which answers within 20 s.
 _READ_S = 40.0
 _RETRY_S = 0.5
-# `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because they
-# pass through the prefill server's scheduler and HTTP process.
+# `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because the
+# sets pass through the prefill server's scheduler and HTTP process.
 _LATE_S = 30.0
 
 

@@ -47,8 +47,8 @@ class FirstToken:
         token_id: the id of the first token.
         inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
         entry: the first token's candidate set, or the reason why the set is missing.
-        prompt: None and then the candidate set of each prompt position that has a log-prob, or an empty tuple
-            if there are no prompt sets.
+        prompt: a tuple that begins with None, and then has one candidate set for each prompt position with a
+            log-prob. The tuple is empty if there are no prompt sets.
     """
 
     token_id: int
@@ -62,7 +62,7 @@ class FirstToken:
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
-        """Return one JSON line and, after it, all candidates' token ids (int32) and log-probs (float32).
+        """Return one JSON line, then all candidates' token ids (int32), then all log-probs (float32).
 
         The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
         the result.
@@ -155,7 +155,7 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds. Return whether a decode server asks for the sets of `room`."""
+        """Wait up to `wait_s` seconds, and return whether a decode server asked for the sets of `room`."""
         self._without_sets.discard(room)
         if room in self._questions:
             return True

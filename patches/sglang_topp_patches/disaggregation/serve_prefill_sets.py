@@ -1,11 +1,11 @@
 """Let a prefill server send the candidate sets of prompts and first tokens to decode servers.
 
 Both servers receive each generation request. The decode server answers the client, but the prefill server
-draws the first token. As soon as the decode server's HTTP process receives a request, it therefore asks the
-prefill server's HTTP process for the sets, and waits for them. For these requests between the servers, the
-patch set adds a route to SGLang's bootstrap server. A decode server without the patch set does not ask for
-the sets, and would send an answer without sets. So if a client requests sets, the prefill server delays the
-prefill until a decode server has asked for these sets.
+draws the first token. The decode server's HTTP process therefore asks the prefill server's HTTP process for
+the sets, as soon as a request arrives. The patch set adds the route for this purpose to the prefill server's
+bootstrap server. A decode server without the patch set does not ask for the sets, and would send an answer
+without sets. So if a client requests sets, the prefill server delays the prefill until a decode server has
+asked for the sets.
 """
 
 from __future__ import annotations

@@ -238,10 +238,10 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return the field's values of the type `kind`, and name each value (`text[0]`) for error messages.
+    """Return each value of the type `kind` in a field, with a name such as `text[0]` for error messages.
 
-    `value` is one value, or a list with one value per prompt. The returned list omits every value that is not
-    a `kind`, because SGLang itself refuses it.
+    `value` is one value, or a list with one value per prompt. The returned list omits values of other types,
+    because SGLang itself refuses such values.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

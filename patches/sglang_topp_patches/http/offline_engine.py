@@ -2,8 +2,8 @@
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
 The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object.
-`Engine.generate` and `Engine.async_generate` call `generate_request` before they return. During this call,
-the context variable still holds the keyword arguments of the same request.
+SGLang calls `generate_request` before `Engine.generate` or `Engine.async_generate` returns. The context
+variable therefore still holds the keyword arguments of the same request.
 """
 
 from __future__ import annotations

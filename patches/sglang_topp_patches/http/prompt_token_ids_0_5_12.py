@@ -13,7 +13,7 @@ _IDS = "_sglang_topp_prompt_ids"
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy `return_prompt_token_ids` to one request."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy `return_prompt_token_ids` to a prompt's request."""
     setattr(item, FIELD, getattr(self, FIELD))
     return item
 

@@ -130,7 +130,7 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the patch set's fields to one request."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the patch set's fields to a prompt's request."""
     for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)
@@ -141,7 +141,7 @@ def get_item(item: Any, self: Any, i: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _RequestedSets:
-    """The kinds of candidate sets for which a request asks.
+    """The kinds of candidate sets that a request asks for.
 
     Each attribute is a list with one entry per prompt.
 
@@ -169,7 +169,7 @@ class _RequestedSets:
 
     @property
     def field(self) -> str:
-        """The name, for error messages, of the request field that asks for the sets."""
+        """The name of the request field that asks for the sets. Error messages show the name."""
         if any(self.nucleus):
             return NUCLEUS
         return THRESHOLD if any(self.thresholds) else SOURCE
@@ -187,9 +187,9 @@ class _RequestedSets:
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a prompt's sampling parameters, with the patch set's fields and a candidate's memory cost.
 
-        The scheduler counts each candidate of the prompt `cost` times against its memory budget. Only
+        The scheduler's memory budget counts each candidate of the prompt as `cost` candidates. Only
         `to_scheduler` writes `cost` into a request's parameters. A request without a cost therefore bypassed
-        the HTTP checks, and the scheduler refuses it (`scheduler.refuse_unchecked_requests`).
+        the HTTP checks, and the scheduler refuses the request (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}

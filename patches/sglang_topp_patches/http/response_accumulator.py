@@ -54,7 +54,7 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[Span | Entry | None],
     ) -> None:
-        """Add new tokens, the `Entry` of each token, and the prompt's sets if `prompt_rows` has any."""
+        """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`."""
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)
@@ -79,9 +79,9 @@ class ResponseAccumulator:
             else:
                 rows.append(row)
         if rows:
-            # The row of a prompt position holds the candidates for the token at the next position. Therefore
-            # no row belongs to the prompt's first token, and the last row belongs to the first generated
-            # token.
+            # The row of a prompt position holds the candidates for the token at the next position. No row
+            # has candidates for the prompt's first token, so the list begins with None. The last row has the
+            # candidates for the first generated token, so `prompt` omits the last row.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
         self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
@@ -114,7 +114,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Add the sample's candidates, both received and future ones, to the HTTP call's counter.
+        """Count the sample's candidates, received and future, in the HTTP call's counter.
 
         If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
         `abort` stops the sample in the scheduler.

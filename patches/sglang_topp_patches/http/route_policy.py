@@ -293,8 +293,8 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 def misplaced(body: Any) -> str | None:
     """Return an error message if the current route ignores a field of the patch set in `body`, else None.
 
-    A route ignores a field at a place that `SERVED` does not list for the route. On SGLang's Vertex route,
-    `body` is the request that the route builds from the HTTP body.
+    `SERVED` lists the places in the body where each route accepts the patch set's fields. On SGLang's Vertex
+    route, `body` is the request that the route builds from the HTTP body.
     """
     call = current_call.get()
     path = _GENERATE if call is None else call.path
@@ -318,7 +318,7 @@ def _asked_at(body: bytes) -> list[str]:
     except RecursionError:
         return [_TOO_DEEP]
     except ValueError:
-        # A body that is not JSON is a form for an audio route, or the route itself refuses the body.
+        # A body that is not JSON may be a form for an audio route. Otherwise, the route itself refuses it.
         return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 

@@ -21,7 +21,7 @@ async def note_scheduler_states(
 ) -> list[Any]:
     """AROUND hook on `TokenizerManager.get_internal_state`: keep the status that each scheduler reports.
 
-    SGLang awaits the hooked function for `GET /server_info`.
+    SGLang calls the hooked function to answer `GET /server_info`.
     """
     states = await original(self)
     process.scheduler_states = [state.get(KEY) for state in states]

@@ -148,8 +148,9 @@ def write_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
 
-    If a client reads more slowly than the engine generates, SGLang leaves out some chunks, and the next chunk
-    covers their tokens. The hook writes sets only into the chunks that SGLang sends to the client.
+    If a client reads more slowly than the engine generates, SGLang omits some chunks, and the next chunk
+    covers the tokens of the omitted chunks. The hook writes sets only into the chunks that SGLang sends to
+    the client.
     """
     chunks = original(self, obj=obj, state=state, request=request)
     if not asking_field(vars(obj).get):
@@ -315,8 +316,8 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
     answer. SGLang then sends a wrong last chunk, which has the text and the log-probs of the whole answer,
     but only the answer's last token id. With incremental chunks, all releases send the wrong chunk, and the
-    hook removes its text and tokens. Without incremental chunks, only releases before 0.5.20 send the wrong
-    chunk, and the hook puts all tokens of the answer into the chunk.
+    hook removes the chunk's text and tokens. Without incremental chunks, only releases before 0.5.20 send the
+    wrong chunk, and the hook puts all tokens of the answer into the chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
@@ -348,7 +349,8 @@ def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: b
 def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
     """Replace SGLang's lists of top-k log-probs with packed arrays.
 
-    If the request asked for SGLang's own flat arrays (`return_flat_raw_top_logprobs`), the answer keeps them.
+    If the request asked for SGLang's own flat arrays (`return_flat_raw_top_logprobs`), the answer keeps those
+    arrays.
     """
     sides: tuple[tuple[formats.Side, int], ...] = (("input", 0), ("output", start))
     for side, first in sides:

@@ -7,9 +7,9 @@ little-endian int32 in base64::
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
     top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
 
-Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. To get these fields,
-slime ships a patch for SGLang's sampler (`sglang-top_p.patch`). This module replaces slime's patch: it
-encodes the exact candidate sets at the request's `top_p` as slime's two arrays.
+Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. slime has its own patch
+for SGLang's sampler (`sglang-top_p.patch`), which produces the two arrays. This module replaces slime's
+patch: it encodes the exact candidate sets at the request's `top_p` as slime's two arrays.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
 
-# If a request sets one of these fields, SGLang reports log-probs over the whole vocabulary. Log-probs over
-# the whole vocabulary would not match the renormalized log-probs of the generated tokens.
+# If a request sets one of these fields, SGLang reports additional log-probs, over the whole vocabulary. The
+# additional log-probs would not match the renormalized log-probs of the generated tokens.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")
 
 
 def nucleus_threshold(sampling_params: Any) -> float:
-    """Return the prompt's `top_p`, which is the nucleus threshold of the prompt's candidate sets.
+    """Return the nucleus threshold of one prompt, which is `top_p` in the prompt's sampling parameters.
 
     Args:
         sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may later add

@@ -19,8 +19,7 @@ class WeightSpans:
 
     Attributes:
         prompt: the version of the weights that scored the prompt. If the weights change while a prompt is
-            scored, the request fails. The forward pass that scored the prompt's last position also drew the
-            first token.
+            scored, the request fails.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Set the first token's weight version. `add` has recorded the token with an empty version."""
+        """Replace the empty weight version that `add` recorded for the first token."""
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))

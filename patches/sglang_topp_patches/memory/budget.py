@@ -60,14 +60,14 @@ class Budget:
 
     Attributes:
         max_candidates_per_sample: the largest number of candidates that one sample may have, including the
-            candidates of its prompt. The default is 2^25 candidates, which take 358 MB in base64, or
-            `max_candidates_in_flight` if that is smaller.
+            candidates of its prompt. The default is the smaller of `max_candidates_in_flight` and 2^25. In
+            base64, 2^25 candidates take 358 MB.
         max_candidates_in_flight: the largest number of candidates that the process may hold at a time, summed
             over all samples. The default is one candidate per 256 bytes of the machine's or container's
             memory.
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
-            pass, in candidates per row. Requests may exceed this capacity. If the sets of some rows do not
-            fit, the scheduler extracts these sets again and waits for the device (`scheduler.gpu_staging`).
+            pass, in candidates per row. If the sets of some rows do not fit, the request does not fail: the
+            scheduler extracts these sets again and waits for the device (`scheduler.gpu_staging`).
     """
 
     max_candidates_per_sample: int
@@ -95,7 +95,7 @@ class Budget:
 
 @cache
 def budget() -> Budget:
-    """Return this process's memory limits, all three 0 if an environment variable holds an invalid limit."""
+    """Return this process's limits. If an environment variable holds an invalid limit, all limits are 0."""
     try:
         return Budget.of(os.environ, _memory_bytes())
     except InvalidInputError:
@@ -134,8 +134,8 @@ class InFlight:
 
         Args:
             end: a function that ends the request or HTTP call that owns the candidates. The counter calls
-                `end` at most once, with a text that says why. If `end` is None, no request or HTTP call owns
-                the candidates.
+                `end` at most once, with the reason as its argument. None if no request or HTTP call owns the
+                counted memory.
         """
         account = Account(self, end)
         self._accounts.add(account)
@@ -176,7 +176,7 @@ class Account:
         """Count more candidates.
 
         If the process then holds more candidates than the limit, end the request or HTTP call that holds the
-        most candidates. This may be the request or HTTP call to which this `Account` belongs.
+        most candidates. The owner of this `Account` may itself be ended.
         """
         if self.is_closed:
             return

@@ -49,8 +49,8 @@ def extract(
         thresholds: each row's threshold p; a row with a threshold of 0 gets an empty set.
         sampled_ids: integer [B], each row's sampled token. A set that is not empty contains its row's sampled
             token.
-        lowest: log-probs at or below this value stand for probability 0. If `lowest` is None, this value is
-            the lowest value of the dtype of `logprobs`.
+        lowest: log-probs at or below this value stand for probability 0. None means the lowest value of the
+            dtype of `logprobs`.
         is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. If `is_taken` is
             None, every row gets a set.
     """
@@ -94,9 +94,9 @@ def extract_support(
         process: the same as in `extract`.
         logprobs: float [B, V], the same as in `extract`.
         rows: int64 [R], ascending: the rows of `logprobs` whose filtered probabilities the sampler returned.
-        is_drawn: bool [R, W], whether each filtered probability is above 0.
-        token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. `token_ids`
-            is None if W equals V.
+        is_drawn: bool [R, W], whether each of a row's W filtered probabilities is above 0.
+        token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. None means
+            that W equals V, and that column `i` belongs to token `i`.
         sampled_ids: integer [B], the sampled tokens.
         lowest: the same as in `extract`.
     """

@@ -120,7 +120,7 @@ class GeneratedSets:
     """The sets of the tokens that one forward pass generated, first on the device and later on the host.
 
     Attributes:
-        rows: the pass's rows. The patch set recorded them when SGLang built the pass's `ForwardBatch`.
+        rows: the pass's rows, as recorded when SGLang built the pass's `ForwardBatch`.
         sets: each row's set at its threshold p; None if no row has a threshold.
         weight_version: the weight version with which the pass ran.
         drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if no
@@ -194,8 +194,8 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    From a request's list of `Entry` objects, SGLang sends only those from index `send_token_offset` on.
-    Without this hook, SGLang would hold the sent sets in memory until it frees the request.
+    SGLang has sent a request's `Entry` objects below index `send_token_offset`. Without this hook, the sent
+    sets would stay in memory until SGLang frees the request.
     """
     for req in reqs:
         if req.finished_output:

@@ -1,6 +1,6 @@
 """Extract candidate sets into a GPU buffer of fixed size (the staging area), without waiting for the GPU.
 
-The kernels write the sets of a forward pass into the staging area. The staging area travels to the host
+The kernels write the sets of a forward pass into the staging area. The staging area is copied to the host
 together with SGLang's own results. The host learns the sizes of the sets only when the scheduler processes
 the results, because an earlier read of the sizes would wait for the GPU. If the sets of some rows did not fit
 into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.

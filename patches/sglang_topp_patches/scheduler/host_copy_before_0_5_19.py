@@ -46,7 +46,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class _Step:
-    """A scheduler step whose new tokens SGLang appends to the outputs of the batch's requests."""
+    """One scheduler step: its sets, its batch, and the length of each request's output before the step."""
 
     output: Any
     batch: Any

@@ -3,11 +3,11 @@
 The last stage samples the tokens, and the first stage sends the tokens to the HTTP process. SGLang passes the
 results of a forward pass from stage to stage as a dictionary. SGLang sends the tensors in this dictionary
 directly, and pickles all other values. So the last stage puts each tensor of the candidate sets into the
-dictionary as a separate value. SGLang pickles all fields of the sets that are not tensors.
+dictionary as a separate value. SGLang pickles the remaining fields of the sets.
 
 The first stage holds the sets until it sends them to the HTTP process. So the first stage counts the sets
-against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. The
-last stage extracts the request's sets until the abort arrives there.
+against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. Until
+the last stage receives the abort, the last stage still extracts the request's sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PassPart(Protocol):
     """The interface for the sets of a pass's prompts or generated tokens, on the device or on the host."""
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
-        """Return a copy of this object. `copy_tensor` copies the tensors, always in the same order."""
+        """Return a copy of this object. Copy each tensor with `copy_tensor`, always in the same order."""
 
     def settled(self) -> PassPart:
         """Return a copy of this object with every set on the device. Wait for the device if necessary."""

@@ -31,8 +31,8 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
-# The classes of SGLang's prefix caches in which a request reads KV only from its own namespace. The KV in
-# caches of these classes is lost when the scheduler process ends.
+# SGLang's classes of prefix caches that separate namespaces: a request reads KV only from its own namespace.
+# The KV in caches of these classes is lost when the scheduler process ends.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
@@ -93,7 +93,7 @@ class PrefixCache:
             self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
-        """Identify the weights with which a forward pass runs if SGLang starts the pass now."""
+        """Identify the weights with which SGLang would run a forward pass now."""
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ def scores_prompt(req: Any) -> bool:
 
 
 def outside_kv_problem(scheduler: Any) -> str:
-    """Return the reason why a scored prompt may still read KV of other weights; empty if no prompt can."""
+    """Return why a scored prompt may read KV of other weights, or an empty string if no prompt can."""
     for name in _OUTSIDE:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"

@@ -38,7 +38,7 @@ _REFUSED = "sglang_topp_refused"
 
 
 def admit(req: Any, in_flight: InFlight) -> None:
-    """Attach `in_flight`, the counter of all candidates in flight, to the request. `charge` updates it.
+    """Attach `in_flight`, the counter of all candidates in flight, to the request, for later use by `charge`.
 
     A request's `custom_params` may hold a reference to the request itself. This function replaces that
     reference with a weak reference, as SGLang itself does from 0.5.23 on. A strong reference would keep an

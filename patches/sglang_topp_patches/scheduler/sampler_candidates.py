@@ -148,8 +148,8 @@ def sample_from_probs(
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If a request of the batch asks for SGLang's own sampling mask, ask SGLang for the filtered probabilities
-    # of all rows. SGLang does not copy the probabilities if the request is for all rows.
+    # If a request of the batch asks for SGLang's own sampling mask, make SGLang return the filtered
+    # probabilities of all rows. SGLang returns all rows without a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -179,8 +179,7 @@ def rank_only_top_k(
 
     `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
     `max_top_k` most likely tokens of each row, so it suffices to sort these tokens. Without this hook, SGLang
-    sorts the whole vocabulary if it returns filtered probabilities. With this hook, SGLang sorts only
-    `max_top_k` tokens of each row when it returns filtered probabilities.
+    sorts the whole vocabulary if it returns filtered probabilities.
 
     If the batch has a sampling seed, SGLang sorts the whole vocabulary with or without this hook.
     """

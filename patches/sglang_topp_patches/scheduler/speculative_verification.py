@@ -10,8 +10,8 @@ function that reports the log-probs of accepted tokens.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
 *slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
-token. The first slot holds the index of the tree's root. So do the slots after the last drawn token, but
-these slots get no set.
+token. The first slot holds the index of the tree's root. The unused slots after the last drawn token also
+hold the root's index, and get no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all

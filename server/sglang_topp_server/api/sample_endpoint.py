@@ -43,7 +43,7 @@ from sglang_topp_server.schemas.field_types import SampleBody
 
 __all__ = ["SampleEndpoint"]
 
-# From this size on, it takes milliseconds to parse a body or to encode a sample. A thread does this work, so
+# Parsing a body or encoding a sample of this size or more takes milliseconds. A thread does this work, so
 # that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0

@@ -1,6 +1,6 @@
 """Create a small random Qwen2 model and its tokenizer on disk, for demos and tests without downloads.
 
-The model's text is meaningless, but its next-token distributions have the shape of a real model's.
+The model's text is meaningless, but its next-token distributions look like those of a real model.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise an error if the engine cannot take requests.
 
-        If an engine that was ready before does not answer a probe, this method raises no error, because the
+        If the engine was ready earlier but does not answer the last probe, this method raises no error. The
         engine may be too busy to answer.
 
         Raises:
@@ -177,7 +177,7 @@ class EngineClient:
                     del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
-                # After the last probe, someone may have restarted the engine without the patch set.
+                # The engine may have restarted without the patch set since the last probe.
                 self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
                 self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):

@@ -45,15 +45,16 @@ class EngineStatus:
     """The result of one probe of the engine.
 
     Attributes:
-        phase: `unreachable`: no answer, or an error; `starting`: the engine answers but cannot generate yet;
-            `unpatched`: the engine answers but returns no candidate sets; `ready`: the engine returns
-            candidate sets.
+        phase: one of four words. `unreachable`: the engine does not answer, or answers with an error.
+            `starting`: the engine answers but cannot generate yet. `unpatched`: the engine answers but
+            returns no candidate sets. `ready`: the engine returns candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
         model_path, sglang_version, weight_version: the values that the engine reported. A gateway reports the
             values of one of its workers.
-        patch: the patch set's report of its state; empty if the engine sent no report.
-        model: the sizes of the engine's model, such as its vocabulary size; None if no report of the engine
-            had these sizes. The sidecar checks requests against these sizes.
+        patch: the patch set's report of its state; empty if the engine sent no report, or returned no
+            candidate set.
+        model: the sizes of the engine's model, such as its vocabulary size; None if the engine did not report
+            the sizes. The sidecar checks requests against these sizes.
     """
 
     phase: Phase
@@ -73,7 +74,7 @@ class EngineStatus:
     def survives_grammars(self) -> bool:
         """Return whether the engine survives a grammar that forbids every next token.
 
-        The patch set reports this value, and the method reads the last report.
+        The value comes from the patch set's last report.
         """
         return self.patch.get("sanitizes_logits") is True
 

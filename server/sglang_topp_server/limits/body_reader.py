@@ -57,7 +57,7 @@ class BodyReader:
         if content_length is not None and content_length > self._limits.max_body_bytes:
             raise self._too_long(str(content_length))
         body = bytearray()
-        # `left_s` is how many more seconds the `BodyReader` waits for bytes of the body. For each
+        # The `BodyReader` waits at most `left_s` more seconds for the body's next bytes. For each
         # MIN_BYTES_PER_S bytes that arrive, `left_s` grows by one second, up to `max_stall_s`.
         left_s = self._limits.max_stall_s
         async with AsyncExitStack() as reservation:
@@ -79,7 +79,7 @@ class BodyReader:
     async def _next(
         self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
     ) -> tuple[bytes, bool, float]:
-        """Return the body's next part, whether it is the last, and how long the call waited, in seconds."""
+        """Return the body's next part, whether this part is the last, and the seconds spent waiting."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:

@@ -35,7 +35,7 @@ class ConcurrencyLimit:
     def require_place(self) -> None:
         """Raise OverloadedError if the maximum number of requests is already in flight.
 
-        Only `__enter__` counts a new request as in flight.
+        Unlike `__enter__`, this method does not count a new request.
         """
         if self._count >= self._limit:
             raise OverloadedError(

@@ -39,8 +39,8 @@ class MemoryShare:
 
     Attributes:
         num_bytes: the number of bytes that the request's samples take.
-        excess: a future, whose result is the error with which this request must end. `MemoryLimit` sets this
-            error if all requests together exceed the limit and this request holds the most bytes.
+        excess: a future for the error that ends this request. `MemoryLimit` sets the error if all requests
+            together exceed the limit and this request holds the most bytes.
     """
 
     def __init__(self, limit: MemoryLimit) -> None:

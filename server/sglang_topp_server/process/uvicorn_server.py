@@ -48,6 +48,9 @@ class Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """Stop the server after the requests in flight have ended. A second call stops the server at once."""
+        """Stop the server after the requests in flight have ended, or after the grace period.
+
+        A second call stops the server at once.
+        """
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -15,7 +15,7 @@ __all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
-    """The engine's vocabulary size and context length, and the resulting length limit of a text prompt."""
+    """The model's vocabulary size, context length, and longest token, and the limit on a prompt's text."""
 
     vocab_size: int
     context_length: int

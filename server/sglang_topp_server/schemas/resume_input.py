@@ -40,12 +40,12 @@ def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[Sam
     Args:
         given: the body's `resumed_tokens`, which is one number for all requests, or a list with one number
             per request. If `given` is None, the function returns the requests unchanged.
-        wanted: the planned requests, one per prompt.
+        wanted: one `SampleRequest` per prompt.
 
     Raises:
         InvalidInputError: `given` has the wrong number of values, a value is not an integer of 0 or more, or
             a value exceeds the number of token ids in the request's prompt. A prompt that is a text or a list
-            of chat messages has 0 token ids.
+            of chat messages counts as 0 token ids.
     """
     if given is None:
         return list(wanted)

@@ -74,6 +74,17 @@ def test_a_rollout_without_output_can_be_extended(fakes):
     assert (longer.output_ids.tolist(), longer.turn_start, longer.weight_spans) == ([3], 1, None)
 
 
+def test_a_generated_token_with_an_empty_set_starts_no_turn(fakes):
+    first = fakes.sample([5], 0)
+    empty = CandidateSets(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.zeros(2, np.int64), first.output_ids[1:2]
+    )
+    sets = CandidateSets.concat([first.candidates[:1], empty, first.candidates[2:]])
+    rollout = replace(first, candidates=sets)
+    assert (rollout.loss_mask.tolist(), rollout.turn_start) == ([1, 0, 1], 0)
+    assert rollout.extend([3]).turn_start == 4
+
+
 def test_sets_without_logprobs_stay_so(fakes):
     first = fakes.sample([5], 0)
     longer = replace(first, candidates=first.candidates.without_logprobs()).extend([3])

@@ -2,6 +2,5 @@
 
 `compat.releases` maps each release to its adapter class. The name of an adapter class contains the oldest
 release that the class serves. The adapter class for the newest releases is the base class of all other
-adapter classes. Each other adapter class derives from the class that serves the releases directly after its
-own.
+adapter classes. Each of the other adapter classes derives from the adapter class for the next newer release.
 """

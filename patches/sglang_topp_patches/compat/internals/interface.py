@@ -69,17 +69,17 @@ class Internals(Protocol):
         """
 
     def sanitizes_logits(self) -> bool:
-        """Return whether SGLang sanitizes logits (`SGLANG_SANITIZE_NAN_LOGITS`). By default, it does not.
+        """Return whether the setting `SGLANG_SANITIZE_NAN_LOGITS` is on. The setting is off by default.
 
-        If a grammar forbids every token in a row of logits, the row's request fails. If SGLang sanitizes
-        logits, the other requests of the forward pass succeed.
+        If a grammar forbids every token in a row of logits, the request of this row fails. The other requests
+        of the forward pass succeed only if the setting is on.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the ascending indices of the logits rows with which a forward pass scores prompt tokens.
+        """Return the indices of the logits rows that score prompt tokens, in ascending order.
 
         Args:
-            metadata: SGLang's `LogitsMetadata`.
+            metadata: SGLang's `LogitsMetadata` of the forward pass.
             indices: SGLang's int64 tensor of the same row indices, on the device.
         """
 
@@ -92,11 +92,11 @@ class Internals(Protocol):
         """
 
     def prompt_rows(self) -> list[Any]:
-        """Return an empty list, to which the scheduler appends a prompt's candidate sets.
+        """Return an empty list, which the scheduler fills with a prompt's candidate sets.
 
         The list belongs to a request's `customized_info`. SGLang sends the whole list to the HTTP process in
-        one message. SGLang slices an ordinary list in `customized_info`, and sends each slice with the new
-        tokens to which the slice belongs.
+        one message. SGLang would split an ordinary list by token position, and send each part with its
+        tokens.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ class Sglang0523:
         forward_batch.top_logprobs_nums = top_logprobs_nums
 
     def begin_pass(self, logits_output: Any) -> None:
-        """Do nothing, because SGLang 0.5.19 and later clear earlier auxiliary outputs when they sample."""
+        """Do nothing, because SGLang itself clears earlier auxiliary outputs when it samples."""
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Add the sets to the forward pass's auxiliary output, which SGLang copies to the host."""
@@ -88,7 +88,7 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the row indices from the copy that SGLang 0.5.21 and later make on the host.
+        """Return the row indices from SGLang's copy on the host, which exists since SGLang 0.5.21.
 
         Before 0.5.21, SGLang keeps the row indices only on the device, so this method waits for the device.
         """
@@ -96,7 +96,7 @@ class Sglang0523:
         return indices.tolist() if on_host is None else on_host
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probs with `compute_row_log_normalizer` if SGLang does, else with `log_softmax`."""
+        """Compute the log-probs as SGLang does: with `compute_row_log_normalizer` or with `log_softmax`."""
         if not processor.enable_fast_input_logprobs:
             return torch.nn.functional.log_softmax(logits, dim=-1)
         from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
@@ -110,9 +110,9 @@ class Sglang0523:
 
         SGLang 0.5.22 and later can themselves send a list once per request
         (`is_request_level_customized_info_key`). The patch set does not use this feature, because SGLang
-        would send the list of an unstreamed answer only when the request finishes. A request that is aborted
-        while a pause holds it in the queue never finishes. The answer to the aborted request still has
-        tokens, because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
+        would send the list of an unstreamed answer only when the request finishes. A request never finishes
+        if it is aborted in the queue during a pause. The answer to the aborted request still has tokens,
+        because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
         streaming.
         """
         return SentOnce()
@@ -124,6 +124,8 @@ class Sglang0523:
         """Return a scheduler message's `customized_info`, with one flat list of prompt sets per request."""
         info = self._arrived(recv_obj)
         if PROMPT_KEY in info:
+            # If a request has no list under `PROMPT_KEY`, SGLang sends None for each of the request's new
+            # tokens.
             info[PROMPT_KEY] = [
                 [row for whole in entries if whole is not None for row in whole]
                 for entries in info[PROMPT_KEY]
@@ -149,8 +151,8 @@ class SentOnce(list[Any]):
     """A list that SGLang sends to the HTTP process once and as a whole, as part of `customized_info`.
 
     For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
-    slice are the positions of the new tokens. A `SentOnce` ignores these bounds: a slice of it is a list
-    whose one entry holds all values of the `SentOnce`. Afterwards, the `SentOnce` is empty.
+    slice are the positions of the new tokens. A `SentOnce` ignores the bounds. Slicing a `SentOnce` removes
+    all of its values, and returns a list with one entry: the list of the removed values.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -158,8 +160,7 @@ class SentOnce(list[Any]):
             return super().__getitem__(part)
         whole = list(self)
         self.clear()
-        # `take_customized_info` unpacks `whole`, the only entry of the returned list. If a request has no
-        # list under the `customized_info` key, SGLang sends None for each of the request's new tokens.
+        # `take_customized_info` unpacks `whole`, which is the only entry of the returned list.
         return [whole] if whole else []
 
 
@@ -181,7 +182,7 @@ class Sglang0520(Sglang0521):
     """Adapter to SGLang 0.5.20, where the sampling kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, from which SGLang up to 0.5.20 takes the sampling kernel on every device."""
+        """Import `sgl_kernel`, which provides the sampling kernel on every device up to SGLang 0.5.20."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 

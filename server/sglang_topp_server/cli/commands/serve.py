@@ -33,7 +33,7 @@ _OURS = {
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command. `main` stores the arguments after `--`, which are SGLang's, in `args.sglang_args`."""
+    """Add the command. `main` stores the arguments for SGLang, which follow `--`, in `args.sglang_args`."""
     parser = add_command(
         commands,
         "serve",

@@ -60,8 +60,8 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
 
     Args:
         path: a file written by `save_rollouts`, or a directory written by `RolloutWriter`.
-        target: the HTML file, which is replaced if it exists. If `target` is None, the file is in the working
-            directory. In the file's name, the suffix of `path` is replaced with .html.
+        target: the HTML file, which is replaced if it exists. If `target` is None, the function writes
+            to the working directory, and names the file after `path`, with .html as the suffix.
         max_detailed: how many rollouts the page shows token by token.
         tokenizer: a `tokenizer.json`, or a directory that holds one.
 
