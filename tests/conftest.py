@@ -22,6 +22,18 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+# The folders with slow files. They run first, so that a parallel run ends with short files on every worker.
+_SLOW_FOLDERS = ("engine", "server", "docs", "packaging", "nucleus", "patches", "integrations", "replay")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return _SLOW_FOLDERS.index(folder) if folder in _SLOW_FOLDERS else len(_SLOW_FOLDERS)
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="session")
 def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engine-logs")

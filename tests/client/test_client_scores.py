@@ -8,6 +8,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, Score
+from sglang_topp_client.dispatch import retry_policy
 
 SEQUENCES = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
@@ -214,7 +215,8 @@ async def test_an_aborted_sequence_is_an_error_with_advice(served, client):
         assert "on_abort='resume'" in str(caught.value)
 
 
-async def test_an_aborted_sequence_is_scored_again(served, client, fakes):
+async def test_an_aborted_sequence_is_scored_again(served, client, fakes, monkeypatch):
+    monkeypatch.setattr(retry_policy, "delay_s", lambda retry, error: 0.01)
     served.script += [aborted_score, *[busy] * 9, aborted_score, *[busy] * 9]
     (score,) = await client.score(SEQUENCES[0], top_logprobs_p=0.5, on_abort="resume", timeout_s=60)
     assert_equal(score, fakes.score(SEQUENCES[0], 1))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.documentation_blocks import DOCS
+from tests.engine.start_servers import with_forks
 
 
 class Served(NamedTuple):
@@ -45,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process = subprocess.Popen(
             [*module, "--port", "0", "--engine-port", "0", *arguments, "--sleep-on-idle"],
             cwd=folder,
-            env=os.environ | {name: value},
+            env=with_forks(os.environ | {name: value}),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

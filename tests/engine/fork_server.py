@@ -19,7 +19,6 @@ import ctypes
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import select
@@ -34,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests.engine.sglang_forks.sitecustomize import fork_instead_of_spawn
+
 __all__ = ["ForkServer", "ForkedProcess"]
 
 # SGLang reads these when a server starts. It may read others at import, as the patch set reads its limits
@@ -45,7 +46,7 @@ _READ_AT_START = {
     "SGLANG_ENABLE_DISAGG_SAMPLING_MASK",
     "UCX_TLS",
 }
-# uvicorn spawns HTTP workers, which import SGLang by the name of its application.
+# uvicorn's HTTP workers import SGLang by the name of its application.
 _STARTS_AFRESH = {"--tokenizer-worker-num"}
 _MODULES = (
     "sglang.srt.entrypoints.http_server",
@@ -101,15 +102,15 @@ class ForkServer:
         """
         changed = {name for name, value in env.items() if self._environment.get(name) != value}
         return (
-            self.can_fork_processes(arguments)
+            self.can_fork_processes()
+            and _STARTS_AFRESH.isdisjoint(arguments)
             and changed <= _READ_AT_START
             and not _has_sitecustomize(env.get("PYTHONPATH", ""))
         )
 
-    def can_fork_processes(self, arguments: Sequence[str]) -> bool:
+    def can_fork_processes(self) -> bool:
         """Return whether an engine may fork its processes instead of spawning them."""
-        on_cpu = self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
-        return on_cpu and _STARTS_AFRESH.isdisjoint(arguments)
+        return self._environment.get("SGLANG_PLATFORM") == "sglang_topp_cpu"  # CUDA does not survive a fork
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
         """Fork `python -m sglang.launch_server ARGUMENTS`, in its own session."""
@@ -212,7 +213,7 @@ def _run_engine(request: Any, log: int, status: int) -> NoReturn:
 def _launch(arguments: Sequence[str]) -> NoReturn:
     """Run `sglang.launch_server` in this process, and end the process."""
     sys.argv = ["sglang.launch_server", *arguments]
-    _fork_instead_of_spawn()
+    fork_instead_of_spawn()
     code = 1
     try:
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
@@ -224,14 +225,6 @@ def _launch(arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _fork_instead_of_spawn() -> None:
-    """Fork SGLang's processes, because each spawned one would import it again."""
-    multiprocessing.set_start_method("fork", force=True)
-    fork = multiprocessing.get_context("fork")
-    multiprocessing.set_start_method = lambda *args, **kwargs: None
-    multiprocessing.get_context = lambda *args, **kwargs: fork
 
 
 def _end_with_parent() -> None:

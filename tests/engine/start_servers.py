@@ -30,6 +30,7 @@ __all__ = [
     "run_gateway",
     "run_sidecar",
     "stop_group",
+    "with_forks",
 ]
 
 START_LIMIT_S = 400
@@ -92,6 +93,12 @@ def num_prefilled(engine: Engine) -> int:
     """Return the number of prompt tokens that the engine has prefilled, from its log."""
     found = re.findall(r"Prefill batch.*?#new-token: (\d+)", engine.log.read_text(errors="replace"))
     return sum(map(int, found))
+
+
+def with_forks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which every SGLang server forks its processes, whatever command starts it."""
+    folders = [str(Path(__file__).with_name("sglang_forks")), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def free_port() -> int:
@@ -160,7 +167,7 @@ def _start_sglang(
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     if fork_server is not None and fork_server.can_fork(arguments, env):
         return fork_server.start(arguments, env, output)
-    forks = fork_server is not None and fork_server.can_fork_processes(arguments)
+    forks = fork_server is not None and fork_server.can_fork_processes()
     module = ["tests.engine.fork_server", "launch"] if forks else ["sglang.launch_server"]
     return subprocess.Popen(
         [sys.executable, "-m", *module, *arguments],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 from sglang_topp_patches.compat.releases import Feature
+from tests.engine.start_servers import with_forks
 from tests.skip_missing_features import needs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
@@ -19,6 +21,7 @@ def test_the_replayed_ratios_are_one() -> None:
         [sys.executable, str(EXAMPLE), "--vocab-size", "4096", "--samples", "4", "--max-new-tokens", "32"],
         capture_output=True,
         text=True,
+        env=with_forks(os.environ),
         timeout=580,
         check=False,
     )

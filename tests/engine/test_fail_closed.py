@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_topp_patches.compat.releases import RELEASES, installed
+from tests.engine.sglang_forks import sitecustomize
 from tests.engine.start_servers import run_engine
 
 # A `sitecustomize` that every Python process with this folder on PYTHONPATH runs. SGLang then claims to be
@@ -75,7 +76,8 @@ def patched_by_slime(tmp_path: Path) -> dict[str, str]:
 
 
 def _at_start(code: str, folder: Path) -> dict[str, str]:
-    (folder / "sitecustomize.py").write_text(code)
+    forks = Path(sitecustomize.__file__).read_text()
+    (folder / "sitecustomize.py").write_text(f"{code}\n{forks}")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
 

@@ -26,7 +26,7 @@ from sglang_topp_client.view.token_text import TokenTexts
 from sglang_topp_patches.compat.releases import Feature, refused
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout
-from tests.engine.start_servers import START_LIMIT_S, free_port, run_sidecar
+from tests.engine.start_servers import START_LIMIT_S, free_port, run_sidecar, with_forks
 from tests.skip_missing_features import needs_grammars
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
@@ -61,7 +61,11 @@ def served(model_path: Path, log_folder: Path) -> Iterator[Served]:
     command += ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
     command += ["--enable-metrics", "--sleep-on-idle"]
     log = (log_folder / "serve.log").open("w")
-    with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    environment = with_forks(os.environ)
+    with (
+        log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         words = line.split()

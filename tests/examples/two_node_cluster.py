@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from tests.engine.start_servers import with_forks
 
 __all__ = ["RunningExample", "run_example", "two_node_cluster"]
 
@@ -30,6 +33,7 @@ def two_node_cluster() -> Iterator[tuple[Any, Callable[[], None]]]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", with_forks(os.environ)["PYTHONPATH"])
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Despite its name: every process of Ray then uses 127.0.0.1, and nothing listens elsewhere.

@@ -65,7 +65,7 @@ def stream(request):
 
 
 def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
-    sidecar = start(engine.url, max_in_flight=4, timeout_s=10, max_stall_s=20)
+    sidecar = start(engine.url, max_in_flight=4, timeout_s=5, max_stall_s=10)
     asked = rollouts(sampling_params=LARGE, stream=stream)
 
     unread = [dial(sidecar, asked) for _ in range(4)]
@@ -81,8 +81,8 @@ def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventu
 
 
 def test_the_callers_own_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
-    sidecar = start(engine.url, max_stall_s=20)
-    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream, timeout_s=10))
+    sidecar = start(engine.url, max_stall_s=10)
+    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream, timeout_s=5))
 
     eventually(lambda: outcomes(sidecar, "failed") == 1, timeout_s=60)
     eventually(lambda: sidecar.num_connections() == 1)
