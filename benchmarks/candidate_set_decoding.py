@@ -21,8 +21,8 @@ POSITIONS, VOCAB = 32_768, 151_936
 
 def run() -> None:
     rng = np.random.default_rng(0)
-    # The skewed set sizes imitate those measured on a model at top_p 0.97: 46 % singletons, median 2, mean
-    # about 8, p99 about 82.
+    # The skewed set sizes imitate set sizes measured on a model at top_p 0.97: 46 % singletons, median 2,
+    # mean about 8, p99 about 82.
     skewed = np.exp(rng.normal(0.85, 1.55, POSITIONS)).astype(np.int64)
     for title, sizes in (
         ("geometric", rng.geometric(1 / 8, POSITIONS)),

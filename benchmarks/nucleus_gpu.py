@@ -33,8 +33,8 @@ ROWS = {"realistic": 7.0, "flat": 0.5}
 # Only this case has target speedups: (number of rows, vocabulary size, threshold, kind of logits).
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
-# At a GPU clock of 2 GHz, the sleep kernel takes about 10 ms. Every contender queues its kernels in less than
-# 10 ms.
+# Before a timed call, a sleep kernel occupies the GPU for this many clock cycles, about 10 ms at 2 GHz. Every
+# contender queues its kernels in less than 10 ms.
 SLEEP_CYCLES = 20_000_000
 
 

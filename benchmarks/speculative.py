@@ -7,7 +7,8 @@ Without a GPU, the test suite's draft worker makes the drafts with the target mo
 the sampling kernels. The ratios therefore show the cost of candidate sets during verification, but not the
 speedup of speculation.
 
-On a GPU, `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` name a model and its EAGLE draft model::
+On a GPU, the environment variables `SPECULATIVE_MODEL` and `SPECULATIVE_DRAFT` must hold the paths of a model
+and its EAGLE draft model::
 
     SPECULATIVE_MODEL=/models/target SPECULATIVE_DRAFT=/models/eagle python -m benchmarks speculative
 """

@@ -1,9 +1,9 @@
 """Benchmark of the time that the installed plugin adds to requests that ask for no candidate sets.
 
-Each contender sends 32 concurrent requests of 32 tokens each. The vocabulary has 151,936 tokens. Two servers
-of the installed SGLang answer the same requests in turn: one with the plugin, and one whose `SGLANG_PLUGINS`
-excludes the plugin. While one server is timed, the other is idle. Results for older SGLang releases are kept
-as `results/unused_plugin_overhead_RELEASE.json`.
+The benchmark runs two servers of the installed SGLang: one with the plugin, and one whose `SGLANG_PLUGINS`
+excludes the plugin. In each round, each server answers the same 32 concurrent requests for 32 tokens each.
+While one server is timed, the other is idle. The vocabulary has 151,936 tokens. Results for older SGLang
+releases are kept as `results/unused_plugin_overhead_RELEASE.json`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class PartScorer:
         part = Path(row["path"])
         done = self.output / part.name
         if not done.exists():
-            # Ray may start a second attempt at a file while the first one still runs, so each attempt writes
-            # to a temporary file of its own.
+            # Ray may start a second attempt to score a file while the first attempt still runs, so each
+            # attempt writes to its own temporary file.
             attempt = self.output / f".{part.name}.{uuid.uuid4().hex}"
             save_rollouts(attempt, self.score(load_rollouts(part)), row_group_size=self.at_a_time)
             os.replace(attempt, done)

@@ -33,7 +33,8 @@ def return_large_blocks_at_once() -> None:
     """Make glibc return every freed block of 1 MiB or more to the OS immediately, in the whole process.
 
     By default, glibc immediately returns freed blocks of 128 KiB or more. glibc raises this minimum size, up
-    to 32 MiB, each time the process frees a larger block. On systems without glibc, this call does nothing.
+    to 32 MiB, each time the process frees a larger block. On systems without glibc,
+    `return_large_blocks_at_once` does nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -122,8 +122,8 @@ def ratios(
 ) -> Axes:
     """Draw the histogram of importance ratios without replay, and with replay if `masked_new` is given.
 
-    The denominator of both ratios is `exp(old - sets.logprob_sum)`, the probability with which the sampler
-    drew the token.
+    With and without replay, the denominator of a token's ratio is the sampler's probability of the token,
+    `exp(old - sets.logprob_sum)`.
 
     Args:
         new: float [T], the trainer's log-probs over the whole vocabulary.

@@ -106,7 +106,7 @@ def _row(rng: np.random.Generator, size: int) -> np.ndarray[Any, np.dtype[np.flo
 
 
 class _Pace:
-    """A queue of samples. `max_running` is how many run at once, and `token_s` is the seconds per token."""
+    """A queue of simulated samples: at most `max_running` run at once, at `token_s` seconds per token."""
 
     def __init__(self, token_s: float, max_running: int) -> None:
         self._token_s = token_s
@@ -131,7 +131,10 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection, with only the part of HTTP that sglang-topp's client and sidecar use."""
+    """The fake engine's end of one HTTP connection.
+
+    The class supports only the part of HTTP that sglang-topp's client and sidecar use.
+    """
 
     def __init__(self, pace: _Pace) -> None:
         self._pace = pace

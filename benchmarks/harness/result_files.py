@@ -91,7 +91,7 @@ def record(table: Table) -> None:
 
 @contextlib.contextmanager
 def collect_tables() -> Iterator[list[Table]]:
-    """Yield the list to which `record` adds tables inside the `with` block."""
+    """Yield an empty list. Inside the `with` block, `record` adds each table to this list."""
     _recorded.clear()
     yield _recorded
 

@@ -345,8 +345,8 @@ class AsyncRolloutClient:
         new part. `Rollout.extend` begins a new turn: `max_new_tokens`, `min_new_tokens`, and stop strings
         apply to the last turn alone.
 
-        A rollout with finish reason `"stop"` is returned unchanged. If the last turn has used up
-        `max_new_tokens`, the rollout is returned with finish reason `"length"`.
+        A rollout with finish reason `"stop"` is returned unchanged. If the last turn already has at least
+        `max_new_tokens` tokens, the rollout gets no new tokens, and its finish reason is `"length"`.
 
         Args:
             rollouts: one rollout or several, returned by `generate` or loaded from a file.
@@ -541,7 +541,7 @@ class AsyncRolloutClient:
                 can read. `"tensor"` and `"distributed"` also accept (name, tensor) pairs: the names and
                 unsharded tensors of a checkpoint. A background thread reads these pairs, about 128 MiB at a
                 time.
-            version: the name of the weights, such as `"8"`; see `Rollout.weight_versions`.
+            version: the weight version, such as `"8"`; see `Rollout.weight_versions`.
             via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
                 model to a temporary folder, which only engines on this machine can read. For engines on other
                 machines, save the model to a shared folder, and pass the folder's path as `weights`.

@@ -72,7 +72,7 @@ class SGLangRollouts:
     prompts.
 
     Args:
-        client: a client whose `engine_url` names every engine behind its `base_url`.
+        client: a client. Its `engine_url` must list every engine behind its `base_url`.
         sampling_params: any of these SGLang sampling parameters: `ignore_eos`, `min_new_tokens`, `stop`,
             `stop_regex`, `json_schema`, `regex`, and `ebnf`. The last three are grammars. The constructor
             refuses every other parameter.
@@ -131,7 +131,8 @@ class SGLangRollouts:
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
         """Return one rollout per prompt, in order, with candidate sets. Override this method to call tools.
 
-        Your method may append tokens with `Rollout.extend`, and pass `sampling_params` to `client.resume`.
+        For example, your method may append a tool's output to each rollout with `Rollout.extend`, and then
+        continue the rollouts with `client.resume(rollouts, sampling_params)`.
         """
         groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
         return self.client.generate(
@@ -215,8 +216,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
         return prompt_ids, completion_ids, env_mask, completions, old_logprobs, extra_fields, *images
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # TRL scores the reference model with `_get_per_token_logps_and_entropies`. While `_rows` is None,
-        # `_get_per_token_logps_and_entropies` scores over `_sets`, the candidate sets of all rows.
+        # TRL calls `_get_per_token_logps_and_entropies` to score the completions under the reference model.
+        # While `_rows` is None, the method scores over `_sets`, the candidate sets of all rows.
         self._rows = None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists together with tensor rows, so each row keeps its candidate sets.
@@ -249,8 +250,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
         Return (log-probs [B, C], entropies [B, C] or None, None).
         """
         if model is self.model and not compute_entropy:
-            # TRL requests log-probs of `self.model` without entropies only as the old log-probs, because
-            # replay refuses PEFT adapters. The rollout already supplies the old log-probs.
+            # With these arguments, TRL asks for the old log-probs, which the rollout already supplies. With a
+            # PEFT adapter, TRL would also ask for the reference's log-probs, but `ReplayMixin` refuses PEFT
+            # adapters.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

@@ -342,7 +342,7 @@ def _check_engines(worker: Any) -> None:
 
 
 def _is_loaded(worker: Any) -> bool:
-    """Return True. A worker that calls this function has imported this module, and so has the adapter."""
+    """Return True. To run this function, a worker must import this module, which loads the adapter."""
     return True
 
 
@@ -352,9 +352,9 @@ def _refuse_v0(original: Callable[..., None], trainer: Any, *args: Any, **kwargs
 
 
 def _load_replica() -> type[Any]:
-    """Return verl's replica class for SGLang, with servers that return sets.
+    """Return a subclass of verl's SGLang replica, with servers that return candidate sets.
 
-    Reward models and teachers keep verl's own server class.
+    The replicas of reward models and teachers keep verl's own server class.
     """
     plain: Any = _load_sglang()
     module = importlib.import_module(plain.__module__)

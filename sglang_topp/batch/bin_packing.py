@@ -22,7 +22,7 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
     Samples of equal size keep their order.
 
     Args:
-        footprints: int64 [n], each from 0 to `capacity`.
+        footprints: int64 [n], each sample's number of tokens with padding, from 0 to `capacity`.
         capacity: the most tokens that a bin may hold.
 
     Returns:

@@ -137,8 +137,8 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run of kept elements as `(first, stop)`, two indices into the flattened [B * W] field.
 
-        There is at most one run per 64 elements. If a mask has more runs, `CompressedMask.of` stores the mask
-        as bits.
+        The mask has few runs: `CompressedMask.of` stores a mask as bits if it has more than about one run per
+        64 elements.
         """
         assert self.runs is not None
         assert self.run_offsets is not None

@@ -44,7 +44,7 @@ def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
 
 
 def widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return the `bits` from which `narrowed(bits, dtype)` made `values`."""
+    """Undo `narrowed`: return the array `bits` that `narrowed(bits, dtype)` converted to `values`."""
     if dtype in _FLOATS and values.dtype.kind == "f":
         return values.astype(_FLOATS[dtype][0]).view(f"i{dtype.itemsize}")
     if _is_integer(dtype):

@@ -168,8 +168,8 @@ class NestedBatch:
         """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
 
         Row i of the result holds the field's values in the columns where the mask is not 0. If the field is
-        not `droppable`, row i also holds the values in each column where the mask is 0 but a value differs
-        from `pad`. To turn jagged values into a padded tensor again, call `padded`.
+        not `droppable`, row i also keeps each column that holds a value other than the pad value. To turn
+        jagged values into a padded tensor again, call `padded`.
 
         Raises:
             InvalidInputError: `name` is not a compressed field.
@@ -179,12 +179,13 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Pad `values` like the compressed field `like`, with 0 as the pad value.
+        """Put `values` in the columns of the compressed field `like`, and 0 in all other columns.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
                 `[B, ragged, *rest]`, or a flat tensor `[n, *rest]`.
-            like: the name of the compressed field whose columns the new values take.
+            like: the name of a compressed field. `padded` writes the i-th new value to the row and column of
+                the i-th value of `jagged(like)`.
 
         Returns:
             `[B, W, *rest]` on the device of `values`, and differentiable in `values`. W is the width of the
@@ -266,8 +267,8 @@ def nest_batch(
         bits = bits_of(entries, name, layouts[index], spec.columns)
         dtype = entries[name].dtype
         pad = pad_bits(name, dtype, spec.pad)
-        # A field may be its own mask. An integer field that is its own mask is 0 wherever the mask is 0. If
-        # the pad value is also 0, such a field has no stray values.
+        # A field may be its own mask. If such a field holds integers and has the pad value 0, every value
+        # outside the mask is equal to the pad value.
         hides_zeros = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if spec.droppable or hides_zeros:
             values = layouts[index].gather(bits)

@@ -312,7 +312,7 @@ class PackedCollator:
     ) -> tuple[PackedBatch, NDArray[np.int64]]:
         """Return the fields that all packed batches have, and a flat view of `sequences`.
 
-        The caller writes the samples' tokens to the flat view.
+        `sequences` does not contain the samples' tokens yet. The caller writes the tokens to the flat view.
         """
         shape, gaps = (packing.num_rows, packing.width), packing.gaps()
         # Samples cover nearly all columns of the packed rows. To halve the memory traffic, write the padding

@@ -121,7 +121,7 @@ def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: 
 
 
 def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
-    """Return the dtype of a caller's own field: int64 for arrays and tensors of integers, else float32.
+    """Return the dtype for a field that the caller adds: int64 for integer arrays and tensors, else float32.
 
     A field with lists is always float32, so that its dtype does not depend on the values in a list. Empty
     rows are ignored. If all rows are empty, the dtype is float32.

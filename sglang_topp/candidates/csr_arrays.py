@@ -66,8 +66,8 @@ def sorted_by_logprob(
 ) -> tuple[Int32Array, NDArray[np.float32]]:
     """Return `(token_ids, logprobs)`, sorted within each row: log-probs highest first, then ids lowest first.
 
-    `rows` must ascend. The function sorts only the rows that are out of order, because engines return most
-    rows in order.
+    `rows`, the row index of each candidate, must ascend. Engines return most rows with their candidates
+    already sorted, so the function sorts only the other rows.
     """
     disorder = logprobs[1:] > logprobs[:-1]
     disorder |= (logprobs[1:] == logprobs[:-1]) & (token_ids[1:] < token_ids[:-1])
@@ -86,9 +86,10 @@ def sorted_by_logprob(
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
     """Yield slices that together cover all positions.
 
-    A slice has at most `_AT_ONCE` candidates, unless it has only one position. Callers work block by block,
-    so that each block reuses the memory of the previous block's temporary arrays. The first access to newly
-    allocated memory would take longer than a block's computation.
+    Each slice is a block of consecutive positions. A block has at most `_AT_ONCE` candidates, unless the
+    block has only one position. Callers compute one block at a time, so that each block reuses the memory of
+    the previous block's temporary arrays. The first access to newly allocated memory would take longer than
+    a block's computation.
     """
     start = 0
     while start < len(offsets) - 1:

@@ -1,7 +1,7 @@
 """Check with a hash table whether all values in each row are distinct.
 
-The check is exact, and faster than a sort. `validation.py` calls `all_distinct` to find token ids that occur
-twice in a candidate set.
+`validation.py` calls `all_distinct` to find token ids that occur twice in a candidate set. The check is
+exact, and faster than a sort.
 """
 
 from __future__ import annotations

@@ -432,8 +432,8 @@ def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
 def _error_of_mass(logprobs: Float32Array | None) -> float:
     """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
 
-    The difference depends on the dtype in which the engine computes. The function assumes bfloat16 if
-    bfloat16 can represent all `logprobs`, and float32 otherwise.
+    How far the sum can differ from 1 depends on the dtype in which the engine computes. The function assumes
+    bfloat16 if bfloat16 can represent all `logprobs`, and float32 otherwise.
     """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR

@@ -90,7 +90,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     For an id beyond the vocabulary, SGLang's embedding raises IndexError, which crashes the scheduler.
 
     Args:
-        name: the field's name in the message.
+        name: the field's name, for the error message.
         ids: a list or an array of integers.
         vocab_size: valid ids are 0 to `vocab_size - 1`.
 

@@ -23,8 +23,8 @@ RESUMED = "resumed_tokens"
 
 RESUMABLE_PARAMS = frozenset(
     {
-        # Parameters that shape the distribution of one position. The distribution depends only on the tokens
-        # before the position.
+        # Parameters that change each position's distribution in the same way, no matter which request
+        # generated the earlier tokens.
         "temperature",
         "top_p",
         "top_k",
@@ -33,8 +33,8 @@ RESUMABLE_PARAMS = frozenset(
         # The sampler's random noise depends on the seed and on the token's position. Positions are counted
         # from the prompt's first token.
         "sampling_seed",
-        # Parameters that end an answer. They read only the answer's last tokens, which may be from an earlier
-        # request.
+        # Parameters that end an answer. Their effect depends only on the answer's last tokens, even if an
+        # earlier request generated these tokens.
         "stop",
         "stop_token_ids",
         "stop_regex",

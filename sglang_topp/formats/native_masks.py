@@ -7,8 +7,8 @@ A sampling mask lists the tokens that the engine's sampler could draw::
                                                            the sampled token's logprob in mode "selected"
     vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
 
-SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The request's
-`sampling_logprobs_mode` is `"support"` or `"selected"`. The decoder ignores SGLang's field
+SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The request's field
+`sampling_logprobs_mode` sets the mode, `"support"` or `"selected"`. The decoder ignores SGLang's field
 `output_token_sampling_mask_length`, because the field also counts the masks of earlier chunks of an
 incremental stream.
 

@@ -87,7 +87,7 @@ def compact(
 ) -> None:
     """Write each row's candidate set to `entries_2C`, with the candidates in the order of the row's columns.
 
-    A sampled token without a positive weight comes last in its set.
+    If `is_drawn_RW` is not True for a row's sampled token, the sampled token comes last in the row's set.
 
     Args:
         logprobs_BV, rows_R, is_drawn_RW, token_ids_RW, sampled_R: as passed to `count`.

@@ -31,9 +31,9 @@ from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_ran
 __all__ = ["sort_key_descending", "top_p_candidates"]
 
 _BLOCK = 64
-# The number of blocks that each attempt reads from a row. At p = 0.95, 128 blocks contain the whole nucleus
-# for nearly all rows of a language model. If the vocabulary is large, reading 1024 blocks takes far less time
-# than sorting the whole row.
+# The first attempt to find a row's nucleus reads 128 blocks of the row, and the second attempt reads 1024
+# blocks. At p = 0.95, 128 blocks contain the whole nucleus for nearly all rows of a language model. If the
+# vocabulary is large, reading 1024 blocks takes far less time than sorting the whole row.
 _ATTEMPTS = (128, 1024)
 # The maximum number of log-probs in a call of `_cut` with whole rows. A longer row gets a call of its own.
 # `_WHOLE_VALUES_CPU` log-probs fit in a CPU's cache, and `_WHOLE_VALUES` in an accelerator's memory.
@@ -47,8 +47,8 @@ class _RequestedRows(NamedTuple):
     rows_R: Tensor  # int64, the row's index in the batch
     limit_R: Tensor  # float64, the total probability at which the row's nucleus ends
     sampled_R: Tensor  # int64, the row's sampled token id
-    # float32, the sampled token's log-prob. If the log-prob is NaN, the row's set gets no sampled token,
-    # because `NaN < x` is false.
+    # float32, the sampled token's log-prob, or NaN if the caller passed no sampled tokens. With NaN, `_cut`
+    # adds no sampled token to the set, because `NaN < x` is false.
     sampled_logprobs_R: Tensor
 
     def take(self, which: Tensor) -> _RequestedRows:
@@ -161,10 +161,11 @@ def _cut(
 
     Returns:
         `(part, short_R)`. `part` holds the candidate sets. `short_R`, bool [R], is True for each row whose
-        nucleus may contain tokens that are not in `values_RM`. If `short_R[r]` is True, the tokens of row `r`
-        above the bound have a total probability below `p`.
+        nucleus may contain tokens that are not in `values_RM`. In such a row, the tokens with log-probs above
+        the row's bound have a total probability below `p`.
     """
-    # If a row holds NaN, `topk` chooses the block with NaN, and `amax` returns NaN. `not NaN <= x` is true.
+    # This check also finds NaN: `topk` chooses the block with NaN, `amax` returns NaN, and `NaN <= x` is
+    # false.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])

@@ -8,9 +8,9 @@ every block with a token of non-zero probability is active. The second kernel th
 for the exact cutoff: the sort key that separates the nucleus's log-probs from lower log-probs. The last
 kernel writes out the tokens of the nucleus.
 
-Most rows of a language model have a few dozen active blocks out of thousands. A row of normally distributed
-logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all tokens of a row are
-about equally likely, all blocks are active, and the extraction takes longer.
+In most rows that a language model computes, a few dozen of the row's thousands of blocks are active. A row of
+normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all
+tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
 compares all values' sort keys with several pivot keys, and narrows the interval of sort keys. The search ends
@@ -279,7 +279,8 @@ def _search(
 ):
     """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
 
-    The values are a row's block maxima, or the log-probs of the row's active blocks.
+    The values are a row's block maxima, or the log-probs of the row's active blocks. A higher value has a
+    lower sort key.
 
     After each round, the values with keys below `low` have a total probability below `limit`, so a value with
     key `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or

@@ -270,7 +270,8 @@ def _implementation(
         raise InvalidInputError(f"chunk_candidates: got {chunk}, expected 1 or more")
     if backend not in ("auto", "torch", "triton"):
         raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The Triton kernels compute sums in float32 only. Only tests pass float64 inputs.
+    # The Triton kernels compute sums in float32 only. With "auto", float64 inputs therefore use plain torch.
+    # Only tests pass float64 inputs.
     suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and suits):
         if dtype != torch.float32:

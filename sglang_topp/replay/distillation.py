@@ -115,7 +115,7 @@ def distillation_loss(
         loss_mask: [T]. The loss ignores positions with a mask of 0.
         bias, softcap, logit_scale: as in `candidate_logprobs`.
         tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail covers all ids outside the
-            set, on all ranks, except padding.
+            set, on all ranks, except the ids of the head's padding rows.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `head_logprobs`. Mode "renormalized" ignores `chunk_rows`.
         weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend`. Mode "tail"

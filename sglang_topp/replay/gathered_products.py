@@ -44,7 +44,8 @@ def gathered_dot(
         right: [R, H], of any floating dtype.
         right_rows: int64 [m]. Dot product `e` reads row `right_rows[e]` of `right`.
         out_dtype: float32 or float64, the dtype of the products and sums.
-        chunk: the number of dot products to compute at a time, if the function copies the selected rows.
+        chunk: the number of dot products to compute at a time. The function ignores `chunk` if it reads the
+            rows without copying them.
 
     Returns:
         [m] of `out_dtype`.
@@ -154,7 +155,7 @@ def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
     """Compute `out[rows] += values`, rounded once to the dtype of `out`. `rows` must ascend."""
     if out.dtype != values.dtype:
         out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
-    elif out.is_cpu:  # one parallel operation; `index_add_` runs five
+    elif out.is_cpu:  # this sparse addition is one parallel operation; `index_add_` runs five
         out.add_(
             torch.sparse_coo_tensor(rows[None], values, out.shape, is_coalesced=True, check_invariants=False)
         )

@@ -92,8 +92,7 @@ def _sum_segments(
 ) -> None:
     """Write the weighted sum of each segment `s` to row `s` of `out_RH`.
 
-    If `out_row_S` is not None, add the weighted sum of each segment `s` to row `out_row_S[s]` of `out_RH`
-    instead.
+    If `out_row_S` is not None, add the weighted sum of each segment `s` to row `out_row_S[s]` of `out_RH`.
     """
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]
@@ -101,9 +100,9 @@ def _sum_segments(
     num_segments = len(out_RH if out_row_S is None else out_row_S)
     if not num_segments or not width:
         return
-    # Only the GPU knows how many entries each segment has. Instead of waiting for these counts, the host
-    # launches Triton programs for the largest possible number of pieces. A Triton program without a piece
-    # returns at once.
+    # Each segment is cut into pieces of at most `_PIECE` entries. Each Triton program sums one piece. Only
+    # the GPU knows how many pieces there are. Instead of waiting for the GPU, the host launches programs for
+    # the largest possible number of pieces. A program without a piece returns at once.
     num_entries = len(segments)
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
@@ -111,8 +110,9 @@ def _sum_segments(
     # A segment without entries gets one piece, so that a kernel writes zeros to the segment's row. If the
     # kernels add to `out_RH`, a segment without entries needs no piece.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
-    # Only a segment of two or more pieces stores partial sums in `partial_PH`, one per piece.
-    # `partial_end_S[s]` is the number of partial sums in all segments up to and including `s`.
+    # If a segment has two or more pieces, `partial_PH` holds one partial sum per piece. Other segments have
+    # no partial sums. `partial_end_S[s]` is the number of partial sums in all segments up to and including
+    # `s`.
     partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
     piece_end_S = pieces_S.cumsum(0)
     piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)
@@ -121,7 +121,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, pass `start_S1` as a placeholder. The kernels then do not read the argument.
+        # If `out_row_S` is None, the kernels do not read this argument. `start_S1` is only a placeholder.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),

@@ -42,8 +42,8 @@ def divergence(
         tail: [A], the log-sum-exp of the policy's logits for the ids outside the candidate set. The
             log-sum-exp covers the ids of all ranks. If `tail` is None, the policy is the softmax over the
             candidates.
-        other: [m], the other policy's log-probs of the same candidates. At each position, the probabilities
-            of the candidates (on all ranks) and of the tail must sum to 1.
+        other: [m], the other policy's log-probs of the same candidates. At each position, the other policy's
+            probabilities of the candidates (on all ranks) and of the tail must sum to 1.
         other_tail: [A], the other policy's log-prob of the tail, or None without a tail. An element of
             `other_tail` may be minus infinity. With `reverse`, an element of `other_tail` may be minus
             infinity only where `tail` is minus infinity too.
@@ -128,8 +128,9 @@ class _Divergence(torch.autograd.Function):
 def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
 
-    Over the candidates and the tail, `b - a` sums to 0, so the terms sum to the KL. A rounding error in a
-    log-prob changes a term only by about the square of the error, so even a small KL is accurate.
+    At each position, the probabilities `a` of the candidates and the tail sum to 1, and so do the
+    probabilities `b`. The sum of `b - a` is therefore 0, and the sum of the terms is the KL. A rounding
+    error in a log-prob changes a term only by about the square of the error, so even a small KL is accurate.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

@@ -1,9 +1,9 @@
 """The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
 
-A dense gradient has shape [V, H], however few ids occur in the candidate sets. If only the candidates' logits
-are computed, the dense gradient takes nearly all of the LM head's time. A sparse gradient has one row per
-distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the buffer's
-rows at the candidate ids, and does not touch the buffer's other rows.
+A dense gradient has shape [V, H], even if few ids occur in the candidate sets. If only the candidates' logits
+are computed, the LM head spends nearly all of its time on the dense gradient. A sparse gradient has one row
+per distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the
+buffer's rows at the candidate ids, and does not touch the buffer's other rows.
 
 One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
 hidden states. Autograd runs only the nodes whose gradients are requested. A backward that requests only the
@@ -90,8 +90,8 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # The backward reads attributes of `weight` only if `weight` is a leaf tensor, so keep a reference
-        # only to a leaf.
+        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads
+        # attributes only of a leaf.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype

@@ -114,8 +114,8 @@ def replay_metrics(
     """Compute the metrics of T positions in float64.
 
     Args:
-        logprobs: [T], the policy's log-probs over the support (`Scores.logprobs`).
-        old_logprobs: [T], the rollout's log-probs over the support (`replayed_old_logprobs`).
+        logprobs: [T], the policy's log-probs over the candidate sets (`Scores.logprobs`).
+        old_logprobs: [T], the rollout's log-probs over the candidate sets (`replayed_old_logprobs`).
         candidates: the candidate sets of the T positions.
         loss_mask: [T]. The metrics ignore positions with a mask of 0 or with an empty set.
         p: the top-p threshold, one number or [T]. If `p` is given, the metrics also count the forced

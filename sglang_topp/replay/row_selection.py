@@ -1,4 +1,4 @@
-"""Select each row of this rank's hidden states that scores a response token.
+"""Select the rows of this rank's hidden states that predict response tokens.
 
 Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
 they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token at
@@ -111,7 +111,8 @@ class Layout:
             InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
                 mask is missing for bshd, or given for thd. A row of the attention mask has padding between
                 its tokens, or marks a wrong number of tokens. The loss mask does not hold exactly one number
-                per response token. A padded length is too small, or context parallelism cannot split it.
+                per response token. A padded length is too small, or cannot be split evenly over the
+                context-parallel ranks.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -218,7 +219,7 @@ class Layout:
         return owner, row, num_rows
 
     def _total(self, needed: int) -> int:
-        """Return the number of tokens that the packed stream has before the split, including all padding."""
+        """Return the packed stream's length in tokens, with padding, before context parallelism splits it."""
         if self.padded_length is None:
             return -(-needed // self.cp_size) * self.cp_size
         if self.padded_length < needed or self.padded_length % self.cp_size:
@@ -370,7 +371,7 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
         raise InvalidInputError(
             f"loss_mask: got shape {mask.shape}, expected [{num_positions}], one per response position"
         )
-    # Refuse NaN and everything that is not a number. Otherwise, `astype` below would convert NaN and the text
+    # Refuse NaN and everything that is not a number, because `astype` below would convert NaN and the text
     # "0" to True, and None to False.
     if mask.size and (mask.dtype.kind not in "biuf" or np.isnan(mask).any()):
         raise InvalidInputError(f"loss_mask: got dtype {mask.dtype} or a NaN, expected numbers")

@@ -157,8 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # Set NaN at every position whose set lacks the target. `is_scored_A` covers only positions with
-            # two or more candidates. A position with one candidate would otherwise score 0.
+            # Set NaN at every position whose set lacks the target. So far, only positions with two or more
+            # candidates have NaN. A position with one candidate still scores 0, even without its target.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
@@ -220,7 +220,7 @@ class _SupportSoftmax(torch.autograd.Function):
 
 def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
     """Renormalize `logprobs_n` over each candidate set."""
-    # SGLang writes float32's lowest value for a probability of 0.
+    # For a token of probability 0, SGLang reports float32's lowest value as the log-prob.
     logprobs_n = logprobs_n.masked_fill(logprobs_n <= float(LOWEST), -torch.inf)
     offsets = support.span_offsets
     sizes = offsets.diff()

@@ -56,7 +56,8 @@ class TeacherDistribution:
             counts: bool [T], True at the positions that enter the loss.
             num_ids: the size of the vocabulary, or None for a distribution without a tail.
             smallest_tail: the lower limit for a tail's probability. The method raises lower probabilities to
-                `smallest_tail`. If a set is the whole vocabulary, the tail has probability 0 nevertheless.
+                `smallest_tail`. The limit does not apply to a set that is the whole vocabulary. The tail of
+                such a set has probability 0.
 
         Raises:
             InvalidInputError: the sets have no log-probs.

@@ -126,7 +126,7 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the index of `candidates`, and whether the caller's value checks may wait for the device.
+        """Return the `SupportIndex` of `candidates`, and whether value checks may wait for the device.
 
         The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
         calls return the stored index, without work on the host and without waiting for the device.
@@ -161,7 +161,9 @@ class TargetMatch:
 
     @classmethod
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
-        """Compare the integers `targets` [T] with the candidate sets. Positions with empty sets are skipped.
+        """Find each position's target among the position's candidates, and skip positions with empty sets.
+
+        `targets` holds integers [T].
 
         Raises:
             InvalidInputError: a target is not in its set, and `may_wait` is True.

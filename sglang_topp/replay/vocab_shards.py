@@ -18,9 +18,8 @@ __all__ = ["reduce_max", "reduce_sum", "vocab_range"]
 def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """Return `(vocab_start, vocab_stop)` of one rank's rows of the LM head, as `torch.chunk` splits them.
 
-    The first shards hold `ceil(vocab_size / tp_size)` ids each. The ids may run out in the last shards, so
-    the last shards may hold fewer ids, or none. For a head that is padded to a multiple of `tp_size`, pass
-    the padded size.
+    The first shards hold `ceil(vocab_size / tp_size)` ids each. The last shards may hold fewer ids, or none.
+    For a head that is padded to a multiple of `tp_size`, pass the padded size.
 
     Raises:
         InvalidInputError: the rank is not within the group, or a size is not positive.

@@ -26,9 +26,9 @@ __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk",
 # `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is NaN. Raising these values
 # changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
-# The size limit, in bytes, of the exponentials of one slice that `some_rows` returns. On a CPU, the
-# exponentials of one slice then fit in the cache. On a GPU, one slice is enough work to amortize the kernel
-# launches.
+# `some_rows` splits rows of logits into slices. The exponentials of a slice with several rows take at most
+# this many bytes. On a CPU, the exponentials of one slice then fit in the cache. On a GPU, one slice is
+# enough work to amortize the kernel launches.
 _EXP_BYTES_CPU = 1 << 21
 _EXP_BYTES = 1 << 26
 
@@ -54,8 +54,8 @@ def rows_per_chunk(chunk_rows: int | None, row_bytes: int, chunk_bytes: int) -> 
 def some_rows(logits_CV: Tensor) -> list[slice]:
     """Return slices that together cover all rows of `logits_CV`, with at least one row per slice.
 
-    If a slice has several rows, the exponentials of its logits take at most `_EXP_BYTES` bytes
-    (`_EXP_BYTES_CPU` on a CPU).
+    The exponentials of a slice's logits take at most `_EXP_BYTES` bytes (`_EXP_BYTES_CPU` on a CPU), unless
+    the slice is a single row.
     """
     row_bytes = logits_CV.shape[1] * logits_CV.itemsize
     return row_parts(

@@ -104,11 +104,17 @@ class FrameReader:
         self.record: dict[str, Any] = record
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the frame's next `count` numbers as a read-only array. In errors, `what` names the array."""
+        """Read the frame's next `count` numbers as a read-only array.
+
+        `what` is the array's name in error messages.
+        """
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the frame's next `count` numbers as a read-only array. In errors, `what` names the array."""
+        """Read the frame's next `count` numbers as a read-only array.
+
+        `what` is the array's name in error messages.
+        """
         return self._array(FLOAT32, count, what)
 
     def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:

@@ -105,7 +105,7 @@ class AbortDelivery:
 
         When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A canceled
         abort starts again in a new task, and `asyncio.run` does not wait for this new task. But `asyncio.run`
-        waits for the task that runs `_keep`.
+        waits for the task that runs `_keep`, which ends only when no abort is pending or expected.
         """
         task = asyncio.current_task()
         assert task is not None

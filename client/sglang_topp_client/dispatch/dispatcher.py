@@ -92,7 +92,7 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """The receiver of one request's results. The sink also decides which samples the dispatcher requests."""
+    """The receiver of one request's results. It also decides which samples the dispatcher requests."""
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the initial requests. `take` may return further requests."""

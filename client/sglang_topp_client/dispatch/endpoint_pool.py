@@ -102,8 +102,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # Each running call of this client frees its file descriptors when it ends. While calls are
-                # running, wait without using up a retry.
+                # A call frees its file descriptors when the call ends. So wait without using up a retry while
+                # other calls of this client are running.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -137,8 +137,8 @@ class EndpointPool:
 
         Raises:
             SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
-                least one server answers, `order_all` ignores the servers that do not answer. A dead server
-                runs no requests, and calls to a hung server time out.
+                least one server answers, `order_all` ignores the servers that do not answer. These servers
+                need no order: a dead server runs no requests, and calls to a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
@@ -162,13 +162,13 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server that generated the rollout with the request's routing key, or None if unknown."""
+        """Return the server that the request's routing key identifies, or None if no server matches."""
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by the server that generated the rollout with the request's routing key.
+        """Group requests that continue or score a rollout by the server that generated the rollout.
 
-        Requests without a routing key and requests whose server is unknown form one further group.
+        One more group holds the requests without a routing key and the requests whose server is unknown.
         """
         groups: dict[Endpoint | None, list[SampleRequest]] = {}
         for request in requests:
@@ -181,7 +181,7 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.close() for endpoint in self.all))
 
     def _none_answers(self, error: SglangToppError) -> TransportError | None:
-        """Return None, or a TransportError that names every server.
+        """If no server answers, return a TransportError that names every server.
 
         Return None if at least one server has not failed, if `error` is not a TransportError, or if there is
         only one server.

@@ -17,7 +17,7 @@ _REPEAT_ORDER_S = 0.25
 
 
 class GracefulAbort:
-    """The graceful abort of one request that the caller made. All methods run in the same event loop.
+    """The graceful abort of one of the caller's requests. All methods run in the same event loop.
 
     Args:
         grace_s: the idle timeout after an abort, in seconds. The client stops waiting for a server that sends
@@ -33,8 +33,8 @@ class GracefulAbort:
     def request(self) -> None:
         """Begin the abort.
 
-        `run` then ends once the server's answer is complete, or once the server has sent nothing for
-        `grace_s` seconds.
+        After the abort, `run` still waits for the end of the server's answer. If the server sends nothing for
+        `grace_s` seconds, `run` stops waiting.
         """
         self.note_received()
         self._requested.set()

@@ -65,9 +65,9 @@ class LoadBalancer(Generic[_T]):
     ) -> Generator[_T, None, None]:
         """Choose the endpoint for one call, and yield the endpoint.
 
-        The caller must make the call inside the `with` block. A retryable error in the block counts as a
-        failure of the endpoint. If no endpoint is ready, the balancer chooses the endpoint whose delay ends
-        first.
+        The caller must call the endpoint inside the `with` block. A retryable error in the block counts as a
+        failure of the endpoint. After a failure, the endpoint is not ready until a delay has passed. If no
+        endpoint is ready, the balancer chooses the endpoint whose delay ends first.
 
         Args:
             num_samples: how many samples the call requests.
@@ -111,6 +111,6 @@ class LoadBalancer(Generic[_T]):
         state.error = error
         now = self._clock()
         if now < state.retry_at:
-            return  # a further failure during the delay does not count
+            return  # do not count another failure before the delay ends
         state.num_failures += 1
         state.retry_at = now + delay_s(state.num_failures, error)

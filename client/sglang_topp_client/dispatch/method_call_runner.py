@@ -1,7 +1,7 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-In this package, a request is one such method call, with all of its prompts. The caller may name the request
-with a `request_id`. `Dispatcher` splits the request into many HTTP requests.
+In this package, a request is one call of `generate`, `resume`, or `score`, with all prompts of the call. The
+caller may name the request with a `request_id`. `Dispatcher` splits the request into many HTTP requests.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class MethodCallRunner:
     async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
         """Return each server's answer to `/info` or `/server_info`, by base URL.
 
-        Ask the servers in `base_urls`, or all servers if `base_urls` is None.
+        Query only the servers in `base_urls`, or all servers if `base_urls` is None.
 
         Raises:
             InvalidInputError: a URL does not belong to one of the client's servers.
@@ -232,7 +232,10 @@ class MethodCallRunner:
             await endpoints.retrying(endpoint.check_fields)
 
     async def close(self) -> None:
-        """Stop all requests on this event loop, and close its connections; see `AsyncRolloutClient.close`."""
+        """Stop this event loop's requests, and close the loop's connections.
+
+        See `AsyncRolloutClient.close`.
+        """
         here = self._loops.pop(asyncio.get_running_loop(), None)
         if here is None:
             return

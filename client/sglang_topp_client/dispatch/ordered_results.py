@@ -43,8 +43,8 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # Every sample without an outcome fails with this error: the time limit passed, the request was
-        # aborted, or no server answered.
+        # With `return_exceptions`, only an error that ends the whole request arrives here: the time limit
+        # passed, the request was aborted, or no server answered. Every unfinished sample gets this error.
         if not return_exceptions:
             raise
         for place in places:

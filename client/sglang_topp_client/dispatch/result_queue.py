@@ -41,7 +41,8 @@ class ResultQueue(Generic[_T]):
         """Wait for the next result and return it; return None after the last one."""
         result = await self._results.get()
         # The tasks in `wait_for_room` continue only after the caller has taken half of the results.
-        # Otherwise, every result that the caller takes would wake these tasks.
+        # If these tasks continued as soon as one place is free, each result that the caller takes would wake
+        # them.
         if self._results.qsize() <= self._max_waiting // 2:
             self._has_room.set()
         return result
@@ -53,7 +54,7 @@ class ResultQueue(Generic[_T]):
     def lift_limit(self) -> None:
         """Remove the limit `max_waiting`.
 
-        Without this limit, an aborted request can end even if the caller takes no more results.
+        If the caller takes no more results, the limit would keep an aborted request from ending.
         """
         self._max_waiting = 1 << 60
         self._has_room.set()

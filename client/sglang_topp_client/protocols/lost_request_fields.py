@@ -28,8 +28,8 @@ If an error names one of these fields, the field has reached the engine.
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# Each key is a request field. If the field reaches the engine, the answer contains a certain item. The value
-# is the item's name for error messages, and a function that finds the item in an answer.
+# Each key is a request field. The engine's answer contains a certain item only if the field has reached the
+# engine. The value has the item's name for error messages, and a function that checks an answer for the item.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),

@@ -5,8 +5,8 @@ sample therefore arrives in two chunks: the first token, and later the complete 
 these advantages over an unstreamed one:
 
 - If the client closes the connection, SGLang cancels the request's HTTP handler at once. The canceled
-  handler aborts every sample of the request, including queued samples. SGLang checks the connection of an
-  unstreamed request only every 4 s.
+  handler aborts every sample of the request, including queued samples. During an unstreamed request, SGLang
+  checks only every 4 s whether the connection is still open.
 - The first chunk of a sample contains the id that the engine gave the sample. With `n > 1`, SGLang ignores
   the request's `rid` and gives each sample a random id. To abort the sample, `/abort_request` needs this
   random id.
@@ -201,7 +201,8 @@ class StreamedExchange(ABC, Generic[_Result]):
     def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
         """Return the prompt's token ids.
 
-        Raise WireError if `last`, the sample's last chunk, reports another number of prompt tokens.
+        `last` is the sample's last chunk. Raise WireError if the prompt length in `last` differs from the
+        number of ids.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)

@@ -113,7 +113,7 @@ class SidecarExchange(ABC, Generic[_Result]):
         """
 
     def open_ids(self) -> list[str]:
-        """Return a list with the id by which the sidecar aborts this request."""
+        """Return a list of one id: this request's id, for the sidecar's route `/abort`."""
         return [self._request_id]
 
     def unfinished_ids(self) -> list[str]:

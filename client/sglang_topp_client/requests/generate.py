@@ -90,7 +90,7 @@ def plan(
     all_prompts = prompts_of("prompts", prompts, takes_messages=True)
     count = len(all_prompts)
     if sampling_params is None or isinstance(sampling_params, Mapping):
-        # All prompts share one mapping, so that the parameters of a large batch are checked only once.
+        # All prompts share the same sampling parameters, so check the parameters only once.
         params = [_sampling_params("sampling_params", sampling_params or {})] * count
     else:
         params = [
@@ -193,8 +193,8 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list with one value for each of the `count` prompts.
 
     Raises:
-        InvalidInputError: `values` is not a sequence of length `count`. In the error message, `name` is the
-            argument's name, and `per` is the noun for one prompt.
+        InvalidInputError: `values` is not a sequence of length `count`. The error message contains `name`,
+            the argument's name, and `per`, such as "prompt" or "sequence".
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)

@@ -151,7 +151,7 @@ class RolloutWriter:
         return self._num_rollouts
 
     def write(self, rollout: Rollout) -> None:
-        """Add a rollout. A rollout is on disk once its part is full, or after `flush` or `close`.
+        """Add a rollout. The rollout is on disk once its part file is full, or after `flush` or `close`.
 
         Raises:
             InvalidInputError: an array does not have the dtype or the length that the docstring of `Rollout`
@@ -174,7 +174,7 @@ class RolloutWriter:
                 raise
 
     def flush(self) -> None:
-        """Write the unfinished part to disk, so that all rollouts given to `write` are on disk.
+        """Write the unfinished part file to disk, so that all rollouts given to `write` are on disk.
 
         Raises:
             OSError: the part cannot be written; the error names the part. The writer keeps the rollouts of

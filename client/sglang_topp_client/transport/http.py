@@ -137,7 +137,8 @@ def check_url(name: str, value: Any) -> None:
 class HttpClient:
     """An HTTP client of one server, for the event loop in which it was created.
 
-    The client closes its connections when `asyncio.run` ends that loop, so that no socket stays open.
+    When `asyncio.run` shuts down the event loop, the client closes its connections, so that no socket stays
+    open.
 
     Args:
         config: the server's connection settings.
@@ -400,7 +401,7 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
 def _reported(raw: bytes) -> dict[str, Any]:
     """Return the fields of an error answer's body, or an empty dict if the body has none of the known forms.
 
-    The known forms are `{"error": {...}}`, `{"error": "..."}`, and a flat object.
+    The known forms of a body are `{"error": {...}}`, `{"error": "..."}`, and an object without `error`.
     """
     try:
         body = json.loads(raw)

@@ -51,8 +51,8 @@ class LongMessageSlots:
     async def enter(self) -> bool:
         """Wait for a slot, and return whether the caller got one.
 
-        If no bytes of any long message arrive for 5 s, stop waiting and return False. Otherwise, a server
-        that hangs in the middle of its messages would block the messages of other servers.
+        If no bytes of any long message arrive for 5 s, stop waiting and return False. Without this time
+        limit, a server that hangs in the middle of its messages would block the messages of other servers.
         """
         while True:
             num_steps = self._num_steps

@@ -180,7 +180,7 @@ class _Details:
     def chosen(self) -> list[tuple[int, bytes]]:
         """Return the row number and the encoded tokens of each rollout that fits in the page.
 
-        The result follows the order of the rows in `order`.
+        The most important rollout comes first, as in `order`.
         """
         chosen, num_bytes = [], 0
         for row in self._order:

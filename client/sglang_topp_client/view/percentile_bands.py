@@ -18,7 +18,7 @@ NUM_BINS = 128
 
 
 class Grid:
-    """The fixed grid points to which the values of one metric are rounded before they are counted.
+    """Fixed grid points for one metric. Each value is rounded to the nearest point, and then counted.
 
     Args:
         points: float64 [G], the grid points in ascending order. A value below the first grid point is rounded

@@ -89,7 +89,8 @@ class TokenTexts:
     def agrees_with(self, rollout: Rollout) -> bool:
         """Return whether this tokenizer decodes the rollout's output to the text that the engine returned.
 
-        One text may be a prefix of the other text, because the engine leaves out stop strings and end tokens.
+        The result is also True if the decoded text is a prefix of the engine's text, or the engine's text is
+        a prefix of the decoded text. The engine leaves out stop strings and end tokens.
         If `Rollout.extend` appended tokens, this method compares only the last turn, because `Rollout.text`
         covers only the last turn.
         """

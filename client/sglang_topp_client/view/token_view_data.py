@@ -1,8 +1,8 @@
-"""Encode one rollout's tokens for the page of `sglang-topp view`, which decodes a rollout on demand.
+"""Encode one rollout's tokens for the page of `sglang-topp view`.
 
-An encoded rollout is a gzip stream of three parts: the length of a JSON header (uint32), the JSON header, and
-arrays. Each array is aligned to four bytes. All numbers are little-endian. The header's field `arrays` lists
-the `[name, dtype, length]` of each array.
+The page decodes a rollout only when the user views this rollout. An encoded rollout is a gzip stream of three
+parts: the length of a JSON header (uint32), the JSON header, and arrays. Each array is aligned to four bytes.
+All numbers are little-endian. The header's field `arrays` lists the `[name, dtype, length]` of each array.
 
 For each candidate set, the arrays hold the first `MAX_LISTED` candidates, the sampled token, and the size and
 the kept mass (the total probability) of the whole set.

@@ -1,7 +1,7 @@
 """Keep the tokens with the highest values of a metric, over rollouts that are added one by one.
 
-`sglang-topp view` lists the kept tokens as the worst tokens. For a metric whose low values are bad, such as
-the kept mass, the caller adds negated values.
+`sglang-topp view` lists these tokens as the worst tokens. Low values of the kept mass are bad, so the caller
+passes the negated kept mass.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ async def push_to_fleet(
     Args:
         engines: the engines.
         send: sends the weights to every engine.
-        version: the name of the weights, for error messages.
+        version: the weight version of this push, for error messages.
         mode: how the engines pause. With every mode except `"in_place"`, this function flushes the KV caches
             before and after the update.
 

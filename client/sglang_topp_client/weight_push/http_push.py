@@ -24,7 +24,7 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
     Args:
         engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
         parts: the tensors of the whole model, in buckets.
-        version: the name of the weights.
+        version: the weight version that the engines report after the push.
     """
     outcomes = await on_each(engines, EngineControl.begin_update)
     bodies = _bodies(parts, version, {engine.tp_size for engine in engines})

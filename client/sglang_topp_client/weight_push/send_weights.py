@@ -30,7 +30,7 @@ async def weight_sender(
         weights: the weights to push. The caller has already checked the weights. For the transport `"disk"`,
             the caller called `check_path_or_model`. For the other transports, the caller called
             `check_model_or_tensors`.
-        version: the name of the weights.
+        version: the weight version.
         via: the transport: `"disk"`, `"tensor"`, or `"distributed"`.
         timeout_s: the time limit of each collective operation of the process group. Only the transport
             `"distributed"` uses `timeout_s`.

@@ -79,9 +79,10 @@ class PackageSource:
         return True
 
     def elsewhere(self, target: str) -> tuple[str, ...]:
-        """Return the dotted paths of all other definitions with the last name of `target`, sorted by file.
+        """Return the dotted paths of all other definitions with the name of `target`, sorted by file.
 
-        The search covers functions and classes at a module's top level and within a class.
+        The name is the part of `target` after the last dot. The search covers functions and classes at a
+        module's top level and within a class.
         """
         name = target.rpartition(".")[2]
         found = []
@@ -182,11 +183,11 @@ class PackageSource:
         base = package[: len(package) - drop]
         return ".".join([*base, *([statement.module] if statement.module else [])])
 
-    @functools.cache  # noqa: B019  # a few objects, read many times
+    @functools.cache  # noqa: B019  # few PackageSource objects exist, each read many times
     def _names(self, module: str) -> dict[str, ast.AST]:
         return dict(_definitions(self._tree(module), nested=False))
 
-    @functools.cache  # noqa: B019  # a few objects, read many times
+    @functools.cache  # noqa: B019  # few PackageSource objects exist, each read many times
     def _tree(self, module: str) -> ast.Module:
         path = self._path(module)
         if path is None:

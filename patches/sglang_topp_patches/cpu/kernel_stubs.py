@@ -25,7 +25,7 @@ _PACKAGE = "sgl_kernel"
 def install() -> None:
     """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed in this process.
 
-    Only the CPU platform calls this function. If `install` is called again, it does nothing.
+    Only `cpu/platform.py` calls `install`. A second call of `install` does nothing.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,8 +1,8 @@
 """An SGLang platform that serves on a CPU, on machines without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
-parses arguments, so `--device cpu` comes too late. The platform is never chosen automatically. So if a GPU
-driver is broken and `SGLANG_PLATFORM` is not set, SGLang refuses to start.
+parses arguments, so `--device cpu` comes too late. SGLang never chooses this CPU platform automatically. So
+if a GPU driver is broken and `SGLANG_PLATFORM` is not set, SGLang refuses to start.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform runs SGLang's plain-torch code,
 which needs none of these kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP
@@ -67,8 +67,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    # SGLang 0.5.12 does not ask the platform for the device, so `_name_device` sets the device. A release
-    # after 0.5.12 removed `_handle_missing_default_values`.
+    # SGLang 0.5.12 does not ask the platform for the device, so the hook `_name_device` sets the device. The
+    # hook is not installed on newer releases without `_handle_missing_default_values`.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)

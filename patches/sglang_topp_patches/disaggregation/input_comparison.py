@@ -26,9 +26,8 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out the patch set's own fields, and `KEY`. The HTTP process stores the memory cost of a
-        # candidate under `KEY`. The returned dict has separate entries for the request fields `THRESHOLD` and
-        # `SOURCE`.
+        # Leave out the patch set's own fields, and `KEY`, which the HTTP process adds to `custom_params`. The
+        # returned dict has separate entries for the fields `THRESHOLD` and `SOURCE`.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

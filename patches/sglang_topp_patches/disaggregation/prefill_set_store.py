@@ -138,10 +138,10 @@ class _Question:
 class PrefillSets:
     """A prefill server's store of candidate sets that no decode server has fetched yet.
 
-    The store also holds decode servers' pending requests for such sets. All methods must be called from one
-    event loop. The store delivers a request's sets once, and only to a decode server whose request has the
-    same inputs. All candidates in the store count against the memory budget of the HTTP process. If the
-    process exceeds the budget, the store may replace a request's sets with an error message.
+    The store also holds the requests of decode servers that still wait for sets. All methods must be called
+    from one event loop. The store delivers a request's sets once, and only to a decode server whose request
+    has the same inputs. All candidates in the store count against the memory budget of the HTTP process. If
+    the process exceeds the budget, the store may replace a request's sets with an error message.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -155,7 +155,7 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds, and return whether a decode server asked for the sets of `room`."""
+        """Wait up to `wait_s` seconds. Return whether a decode server asked for the bootstrap room's sets."""
         self._without_sets.discard(room)
         if room in self._questions:
             return True
@@ -174,7 +174,7 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Send `first` to the decode server that waits for the bootstrap room's sets, or store `first`.
+        """Send the sets in `first` to the decode server that waits for them, or store `first` under `room`.
 
         The store drops an earlier `FirstToken` of the same bootstrap room.
         """
@@ -243,8 +243,8 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, free the sets only if this `Account` counts the candidates of the sets. Each
-        `put` opens a new `Account`, so the timer of one `put` never frees the sets of a later `put`.
+        If `account` is given, free the sets only if they come from the `put` call that opened this `Account`.
+        The timer of a `put` call therefore never frees the sets of a later `put` call.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

@@ -2,10 +2,10 @@
 
 Both servers receive each generation request. The decode server answers the client, but the prefill server
 draws the first token. The decode server's HTTP process therefore asks the prefill server's HTTP process for
-the sets, as soon as a request arrives. The patch set adds the route for this purpose to the prefill server's
-bootstrap server. A decode server without the patch set does not ask for the sets, and would send an answer
-without sets. So if a client requests sets, the prefill server delays the prefill until a decode server has
-asked for the sets.
+the sets, as soon as a request arrives. The patch set adds a route to the prefill server's bootstrap server,
+and the decode server asks for the sets on this route. A decode server without the patch set does not ask for
+the sets, and would send an answer without sets. So if a client requests sets, the prefill server delays the
+prefill until a decode server has asked for the sets.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PrefillServer:
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
             first_entry: a function that returns two values. The first is the first token's `Entry`. The
-                second is a tuple of the candidate sets of the prompt positions with a log-prob.
+                second is a tuple of candidate sets, one for each prompt position that has a log-prob.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())

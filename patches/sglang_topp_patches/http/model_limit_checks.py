@@ -172,8 +172,8 @@ def _session_fields() -> set[str]:
 def _check_processor(name: str, given: str) -> None:
     """Raise InvalidInputError unless a custom logit processor has SGLang's serialized form.
 
-    The scheduler fails on a custom logit processor in any other form. This function does not check the code
-    of the custom logit processor.
+    The scheduler fails on a custom logit processor that does not have SGLang's serialized form. This function
+    does not check the code of the custom logit processor.
     """
     try:
         bytes.fromhex(json.loads(given)["callable"])
@@ -209,8 +209,8 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
         value = field(name)
         if name == "lora_id" and count is not None and isinstance(value, str):
             raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
-        # If a request with a single prompt has a list as the field's value, SGLang passes the list on to the
-        # scheduler without a check.
+        # If the request's only prompt is not in a list, this field must not hold a list. SGLang would send
+        # the list to the scheduler without a check.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")
@@ -240,8 +240,8 @@ def _holds(value: Any, kind: type) -> bool:
 def _each(name: str, value: Any, kind: type) -> list[tuple[str, Any]]:
     """Return each value of the type `kind` in a field, with a name such as `text[0]` for error messages.
 
-    `value` is one value, or a list with one value per prompt. The returned list omits values of other types,
-    because SGLang itself refuses such values.
+    `value` is one value, or a list with one value per prompt. The returned list omits values that are not of
+    the type `kind`, because SGLang itself refuses such values.
     """
     entries = enumerate(value) if isinstance(value, list) else ()
     given = [(f"{name}[{i}]", one) for i, one in entries] or [(name, value)]

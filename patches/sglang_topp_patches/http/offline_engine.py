@@ -36,7 +36,7 @@ async def async_generate(
 
 
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager.generate_request`: copy the engine's keyword arguments to `obj`."""
+    """BEFORE hook on `TokenizerManager.generate_request`: copy the patch set's fields to the request."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

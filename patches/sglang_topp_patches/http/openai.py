@@ -110,7 +110,7 @@ def collect_sets(
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Set the OpenAI call's fields on SGLang's request, and return a collector for the call's sets.
+    """Copy the patch set's fields from the OpenAI call to SGLang's request, and return a set collector.
 
     Return None if the OpenAI call asks for no sets.
     """
@@ -120,8 +120,8 @@ def _ask(adapted_request: Any) -> _Collector | None:
     for name, value in call.fields.items():
         setattr(adapted_request, name, value)
     call.fields = None
-    # The scheduler extracts sets only for requests with `return_logprob`. An OpenAI answer contains log-probs
-    # only if the caller sets `logprobs`.
+    # The scheduler extracts sets only for requests with `return_logprob`, so set `return_logprob`. The OpenAI
+    # answer still contains log-probs only if the caller sets `logprobs`.
     adapted_request.return_logprob = True
     setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)
@@ -151,8 +151,8 @@ async def _collect(answers: AsyncGenerator[Any, None], collector: _Collector) ->
 async def _with_sets(events: AsyncGenerator[str, None], collector: _Collector) -> AsyncGenerator[str, None]:
     """Yield a stream's events, and insert an event with the sets before the last event (`[DONE]`).
 
-    If a choice of the answer has no sets, insert an error event instead. If SGLang has already sent an error
-    event in the stream, insert nothing.
+    If a choice of the answer has no sets, the inserted event is an error event. If SGLang has already sent an
+    error event in the stream, insert nothing.
     """
     template: dict[str, Any] = {}
     is_answered = False

@@ -41,7 +41,7 @@ class HttpProcess:
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
-        """Return every reason why this process refuses requests for sets, and () if it accepts them."""
+        """Return every reason why this process refuses requests for sets, or () if there is no reason."""
         return (*server_problems(self.server_args), *self.route_problems())
 
     def route_problems(self) -> tuple[str, ...]:

@@ -53,10 +53,10 @@ __all__ = [
 def extend_request_class(cls: type[Any]) -> None:
     """Add the patch set's request fields to the dataclass `cls` (`GenerateReqInput`), in place.
 
-    SGLang's decorator `dataclasses.dataclass` has replaced each `field(...)` in the class body with the
-    field's default. `extend_request_class` restores the `field(...)` objects in the class body, and applies
-    the decorator again. `cls` thereby keeps its keyword-only fields and default factories.
-    `extend_request_class` does not copy inherited fields from the base classes into `cls`.
+    The decorator `dataclasses.dataclass` removes the `field(...)` objects from a class, and SGLang has
+    already applied the decorator to `cls`. `extend_request_class` puts the `field(...)` objects back, and
+    applies the decorator again. So `cls` keeps its keyword-only fields and default factories. Fields that
+    `cls` inherits stay in the base classes.
     """
     for name, field in cls.__dataclass_fields__.items():
         if name in cls.__annotations__:
@@ -149,8 +149,8 @@ class _RequestedSets:
         thresholds: the nucleus threshold p of the prompt's sets, or None or 0 if the prompt has no threshold.
         sampler: whether the prompt's sets consist of the tokens that the sampler could draw.
         base64: whether the answer has the sets as packed arrays.
-        nucleus: whether the answer has the sets in slime's fields. If so, the threshold is the prompt's
-            `top_p`.
+        nucleus: whether the answer has the sets in the fields that the RL trainer slime reads. If so, the
+            threshold is the prompt's `top_p`.
     """
 
     thresholds: Sequence[float | None]
@@ -185,7 +185,7 @@ class _RequestedSets:
         }
 
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a prompt's sampling parameters, with the patch set's fields and a candidate's memory cost.
+        """Return a prompt's sampling parameters with two additions: the patch set's fields, and `cost`.
 
         The scheduler's memory budget counts each candidate of the prompt as `cost` candidates. Only
         `to_scheduler` writes `cost` into a request's parameters. A request without a cost therefore bypassed

@@ -114,7 +114,7 @@ class ResponseAccumulator:
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sample's candidates, received and future, in the HTTP call's counter.
+        """Count the sample's candidates in the HTTP call's counter, including those that already arrived.
 
         If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
         `abort` stops the sample in the scheduler.

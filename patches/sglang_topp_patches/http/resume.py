@@ -10,7 +10,7 @@ If a request with `resumed_tokens` is aborted, two hooks make its answer complet
 - `finish_or_abort` reports the aborted answer as finished if the last token completes the answer. Without
   this hook, SGLang reports a complete answer as aborted, and a caller tries to resume the complete answer.
 - `send_all_tokens` sends all tokens of a request that was retracted and then aborted in the queue. Without
-  this hook, SGLang sends only the tokens that it has already streamed.
+  this hook, the answer lacks the tokens that the scheduler had not sent to the HTTP process before the abort.
 
 `resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
 `resumed_tokens` in `meta_info`.
@@ -45,9 +45,9 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
 
     Args:
         process: the state of this HTTP process.
-        field: a function that returns the value of a request field by the field's name. The value is the one
-            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
-            field.
+        field: a function that takes the name of a request field, and returns the field's value. The function
+            returns the value that the caller sent, not SGLang's normalized value. If the caller did not send
+            the field, the function returns None.
         num_prompts: the number of prompts.
 
     Raises:
@@ -107,9 +107,9 @@ def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], An
     Args:
         process: the state of this HTTP process.
         self: the `GenerateReqInput`, which SGLang has normalized.
-        field: a function that returns the value of a request field by the field's name. The value is the one
-            that the caller sent, before SGLang normalized the request, or None if the caller did not send the
-            field.
+        field: a function that takes the name of a request field, and returns the field's value. The function
+            returns the value that the caller sent, not SGLang's normalized value. If the caller did not send
+            the field, the function returns None.
 
     Raises:
         InvalidInputError: the value of `resumed_tokens` is invalid (see `check_fields`).
@@ -180,7 +180,7 @@ def _is_requested(reason: Any) -> bool:
 
 
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: if a queued request is aborted, send all its tokens."""
+    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a retracted, then aborted request."""
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
@@ -191,7 +191,7 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
 
 
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
-    """AFTER hook on `Scheduler.abort_request`: send aborted answers during an `in_place` pause.
+    """AFTER hook on `Scheduler.abort_request`: answer aborted requests during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next forward pass, which runs only after the
     pause. `send_while_paused` sends the aborted request's answer during the pause. The next forward pass does
@@ -228,9 +228,9 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
 
-    An incomplete character at the end of the text decodes to U+FFFD. Without this hook, SGLang overlooks the
-    start of a stop string directly before U+FFFD, and sends this text. The next token may complete the
-    character and thereby the stop string. SGLang cannot withdraw text that it has sent.
+    If the last token ends in the middle of a character, the text ends with U+FFFD. Without this hook, SGLang
+    overlooks that the text before U+FFFD may be the start of a stop string, and sends the text. The next
+    token may complete the character and the stop string, but SGLang cannot withdraw text that it has sent.
     """
     if original(self):
         return True
@@ -248,8 +248,8 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
 def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
     """AROUND hook on `Req.init_incremental_detokenize`: decode the resumed tokens again.
 
-    The answer's text then begins at the resumed tokens. The interruption may have split a character between
-    two tokens, so SGLang decodes the new tokens together with the resumed tokens.
+    With this hook, the answer's text includes the text of the resumed tokens. The interruption may have split
+    a character between two tokens, so SGLang decodes the new tokens together with the resumed tokens.
     """
     is_first = self.surr_offset is None or self.read_offset is None
     decode_ids, offset = original(self)

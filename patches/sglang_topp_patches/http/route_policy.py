@@ -157,10 +157,11 @@ class Call:
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Subtract the call's candidates from the process's count, once the answer is sent or has failed.
+        """Subtract the call's candidates from the process's count.
 
-        The `Call` and the objects of its samples form a reference cycle. Without `close`, only the garbage
-        collector would free these objects, and the garbage collector seldom runs in a server.
+        `Guard` calls this method after the answer has been sent or has failed. The `Call` and the objects of
+        its samples form a reference cycle. Without `close`, only the garbage collector would free these
+        objects, and the garbage collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:
@@ -275,7 +276,7 @@ def _cannot(path: str, place: str) -> str:
 
 
 async def read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Return the whole body, and a `receive` from which a route can read the body again."""
+    """Return the whole body, and an ASGI `receive` function that delivers the body again to a route."""
     messages: list[Message] = []
     while True:
         messages.append(await receive())
@@ -318,7 +319,7 @@ def _asked_at(body: bytes) -> list[str]:
     except RecursionError:
         return [_TOO_DEEP]
     except ValueError:
-        # A body that is not JSON may be a form for an audio route. Otherwise, the route itself refuses it.
+        # A body that is not JSON may be form data for an audio route. All other routes refuse such a body.
         return [field for field in _ASKING if b'name="%s"' % field.encode() in body]
 
 
@@ -389,7 +390,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
         send: the ASGI server's `send`.
         call: the HTTP call that `send` answers.
         transport: the connection's transport, or None if the server is not uvicorn. Without the
-            transport, `Guard` leaves a stalled connection open until the client has taken the last piece.
+            transport, `Guard` cannot close a stalled connection.
     """
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:

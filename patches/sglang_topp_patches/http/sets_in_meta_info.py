@@ -69,7 +69,7 @@ _PER_TOKEN = (
 def receive_entries(self: Any, recv_obj: Any) -> None:
     """BEFORE hook on `TokenizerManager._handle_batch_output`: take the patch set's keys out of the message.
 
-    After the hook, the scheduler's message holds exactly the keys that it would hold without the patch set.
+    After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
     nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
     info = internals().take_customized_info(recv_obj)
@@ -120,8 +120,8 @@ def write_meta_info(
         return
     # With the source "sampler", a prompt has no sets, because its tokens were not sampled. With the source
     # "distribution", a prompt position needs a set if SGLang reports a log-prob for it. The accumulator
-    # itself counts generated tokens, because SGLang may report a log-prob without a token if `max_new_tokens`
-    # is 0.
+    # counts generated tokens by their ids, not by their log-probs. If `max_new_tokens` is 0, SGLang may
+    # report a log-prob without a token.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:

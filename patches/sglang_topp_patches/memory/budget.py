@@ -134,8 +134,8 @@ class InFlight:
 
         Args:
             end: a function that ends the request or HTTP call that owns the candidates. The counter calls
-                `end` at most once, with the reason as its argument. None if no request or HTTP call owns the
-                counted memory.
+                `end` at most once, with the reason as its argument. `end` is None if no request or HTTP call
+                owns the candidates.
         """
         account = Account(self, end)
         self._accounts.add(account)
@@ -175,8 +175,8 @@ class Account:
     def add(self, candidates: int, positions: int = 1) -> None:
         """Count more candidates.
 
-        If the process then holds more candidates than the limit, end the request or HTTP call that holds the
-        most candidates. The owner of this `Account` may itself be ended.
+        If the process now holds more candidates than the limit, end the request or HTTP call that holds the
+        most candidates. This `Account` may belong to the request or HTTP call that is ended.
         """
         if self.is_closed:
             return
@@ -223,8 +223,8 @@ def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
 
     Args:
         limits: the limits of this process.
-        is_busy: True if the prompt's sets push the total of all requests in flight above its limit, and False
-            if the prompt's sets exceed the limit for one sample.
+        is_busy: True if all requests together exceed the limit on candidates in flight, and False if the
+            prompt's sets alone exceed the limit for one sample.
     """
     limit, name = (
         (limits.max_candidates_in_flight, _IN_FLIGHT)

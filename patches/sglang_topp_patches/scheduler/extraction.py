@@ -104,8 +104,8 @@ def extract_support(
         return gpu_staging.by_weights(process, logprobs, rows, is_drawn, token_ids, sampled_ids[rows], lowest)
     logprobs, sampled_ids = _with_zeros(logprobs[rows], lowest), sampled_ids[rows]
     if token_ids is not None:
-        # Each row begins with its most likely tokens. So drop the last columns, which hold no token that the
-        # sampler could draw in any row.
+        # Each row begins with its most likely tokens. The columns from `width` on hold no token that the
+        # sampler could draw, so drop these columns.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
     problems: dict[int, str] = {}

@@ -135,7 +135,7 @@ class GeneratedSets:
     def settled(self) -> GeneratedSets:
         """Return a copy with all sets on the device, even those that did not fit into the staging area.
 
-        Wait for the device if necessary.
+        If the sets are in a staging area, this method waits for the device.
         """
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()

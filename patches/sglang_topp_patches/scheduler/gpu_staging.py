@@ -264,8 +264,8 @@ class StagedSets:
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
             ids, logprobs, offsets = _inserted((ids, logprobs, offsets), left_out, again)
         self.kept.free()
-        # A sampled token's log-prob may be -inf. SGLang may have replaced -inf in the kept log-probs before
-        # the host extracted some sets again, so restore -inf.
+        # A sampled token of probability 0 must have the log-prob -inf. SGLang may have written a finite
+        # log-prob instead (see `lowest` in `_Kept`), so restore -inf.
         lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
         logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)

@@ -128,7 +128,7 @@ def _free(result: Any) -> None:
 
 
 def _num_visible(req: Any) -> int:
-    """Return how many of a request's output tokens the caller sees.
+    """Return how many of a request's output tokens SGLang sends to the caller.
 
     If a stop string ends the request, SGLang may hide the last tokens from the caller.
     """

@@ -12,7 +12,7 @@ prefixes.
 
 With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompt_sets` ends a
 request with an error if weights are pushed during the prefill of the request's prompt. `weights_of`
-identifies the weights with which a request's prefill began.
+identifies the weights that the engine had when a request's prefill began.
 
 This module identifies weights by the number of weight pushes so far, because weight versions are unreliable.
 A weight push may have no version. SGLang before 0.5.19 does not tell the scheduler a push's weight version.
@@ -76,7 +76,7 @@ class PrefixCache:
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
         """Count a weight push: BEFORE hook on the functions that change the weights.
 
-        A weight push that fails counts too, because a failed push may have changed some weights.
+        The method also counts a push that fails, because a failed push may have changed some weights.
         """
         # Wait for the accelerator, which may still run the last forward pass with the old weights.
         if torch.accelerator.is_available():
@@ -93,7 +93,7 @@ class PrefixCache:
             self.has_only_current_weights = True
 
     def current_weights(self) -> Weights:
-        """Identify the weights with which SGLang would run a forward pass now."""
+        """Identify the weights that SGLang would use if a forward pass began now."""
         return Weights(self.pushes, internals().weight_version())
 
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Identify the weights with which a scored prompt's prefill began, or return None before the prefill."""
+    """Return the weights that were current when a scored prompt's prefill began, or None before that."""
     return getattr(req, _WEIGHTS, None)
 
 

@@ -340,8 +340,8 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # If the request has the set of an output token, the request also has all sets of its prompt.
-            # SGLang has scored the prompt again after a retraction, so drop the new sets.
+            # A request that has the set of an output token already has all sets of its prompt. SGLang scored
+            # the prompt again because of a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
             # A trainer can push weights after the prefill begins, even before the first scored position. The

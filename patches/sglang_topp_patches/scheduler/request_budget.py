@@ -6,9 +6,9 @@ or when it refuses the request. The scheduler also stops counting when it aborts
 queue. If none of these events occurs, the scheduler stops counting when SGLang's `Req` object is freed.
 
 Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
-same step. So the scheduler does not end a refused request itself. Instead, the scheduler stops extracting
-sets for the request, and sends the reason with the request's next token. When the HTTP process receives the
-reason, it ends the request with an error.
+same step. So the scheduler does not itself end a request that exceeds a limit. Instead, the scheduler stops
+extracting sets for the request, and sends an error message with the request's next token. When the HTTP
+process receives the error message, the HTTP process ends the request with an error.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because an `Entry` with status 500
-            means that the request was not refused.
+        status: the error's HTTP status, which must not be 500. In an `Entry`, status 500 means that the
+            scheduler did not refuse the request.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)

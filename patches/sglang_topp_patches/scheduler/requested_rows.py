@@ -57,7 +57,7 @@ class RequestedRows:
 
 @dataclass
 class ForwardPass:
-    """One forward pass of a batch in which at least one request asks for sets.
+    """One forward pass, for a batch with at least one request for sets.
 
     Attributes:
         process: the state of this scheduler process.
@@ -106,7 +106,7 @@ def requested_rows(batch: Any) -> RequestedRows | None:
 
 
 def forward_pass_of(top_logprobs_nums: list[int] | None) -> ForwardPass | None:
-    """Return the forward pass of a `top_logprobs_nums` list, or None if no row asks for sets."""
+    """Return the `ForwardPass` attached to the list `top_logprobs_nums`, or None if there is none."""
     return getattr(top_logprobs_nums, "forward_pass", None)
 
 

@@ -9,8 +9,8 @@ SGLang returns the filtered probabilities from the same call that draws the toke
 filters of the sampling backend, the order in which the filters run, and how the filters treat ties.
 
 With tensor parallelism, every rank computes the filtered probabilities, even if SGLang sends only one rank's
-results to the client. Otherwise, ranks would call different sampling functions, and could draw different
-tokens.
+results to the client. If only that rank computed the filtered probabilities, the ranks would call different
+sampling functions, and could draw different tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Drawing:
     """The filtered probabilities from one sampler call, for rows with `top_logprobs_source: "sampler"`.
 
     Attributes:
-        rows: the indices, ascending, of the R rows whose requests ask for the tokens that the sampler could
-            draw.
+        rows: the indices of the R rows with `top_logprobs_source: "sampler"`, in ascending order.
         greedy: the indices of the rows that are sampled greedily. A greedy row's set is its sampled token.
         weights: float [R, W], the filtered probabilities, one row for each index in `rows`. `weights` is None
             before the sampler has run. `weights` stays None if SGLang draws without probabilities, for
@@ -149,7 +148,7 @@ def sample_from_probs(
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
     # If a request of the batch asks for SGLang's own sampling mask, make SGLang return the filtered
-    # probabilities of all rows. SGLang returns all rows without a copy.
+    # probabilities of all rows. For all rows, SGLang returns its own tensor instead of a copy.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:
@@ -179,7 +178,7 @@ def rank_only_top_k(
 
     `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
     `max_top_k` most likely tokens of each row, so it suffices to sort these tokens. Without this hook, SGLang
-    sorts the whole vocabulary if it returns filtered probabilities.
+    sorts the whole vocabulary for every call with `return_filtered_probs`.
 
     If the batch has a sampling seed, SGLang sorts the whole vocabulary with or without this hook.
     """

@@ -5,8 +5,8 @@ request form a tree. The sampling kernel draws each token from the target model'
 the draft tree.
 
 The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and the tokens
-that SGLang's sampling kernel could draw. The hook `compute_logprobs` extracts the sets. It wraps SGLang's
-function that reports the log-probs of accepted tokens.
+that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps SGLang's function that reports the
+log-probs of accepted tokens, and extracts the sets.
 
 Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
 *slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
@@ -102,7 +102,7 @@ def _kernels_replaced_by(draw: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Verification:
-    """One verification of a batch in which at least one request asks for sets.
+    """One verification of draft tokens, for a batch with at least one request for sets.
 
     Attributes:
         rows: the requests of the batch, and the sets that each request asks for.
@@ -110,7 +110,8 @@ class _Verification:
         result: the three tensors that `eagle_sample` returns. `result[0]`, int32 [N], holds the token that
             was drawn at each node of the draft trees. `result[1]`, int32 [B], holds the number of tokens that
             each request accepted. `result[2]`, int32 [B, A], holds the index of the node at which each
-            accepted token was drawn. The slots without an accepted token hold -1.
+            accepted token was drawn. SGLang writes -1 to the slots without an accepted token, and `_nodes`
+            replaces -1 with the index of the tree's root.
         is_drawn: bool [R' * A, V]. For each slot of the R' requests in `rows.drawn`, `is_drawn` marks the
             tokens that SGLang's sampling kernel could draw. `is_drawn` is None if SGLang called no sampling
             kernel.

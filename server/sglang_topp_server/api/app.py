@@ -160,7 +160,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """Return 200 while the engine answers and the sglang-topp patch set is active in it."""
+        """Return 200 while the engine answers and its sglang-topp patch set is active."""
         status = engine.status
         if status.phase != "ready":
             raise ServerError(status.reason, status=503)

@@ -69,7 +69,7 @@ SCORES = EndpointSpec(
 def place_of(sample: Rollout | Score) -> tuple[int, int]:
     """Return the index of a sample's prompt, and the sample's index among that prompt's samples.
 
-    A `Score` has no samples, so its place is `(sequence_index, 0)`.
+    For a `Score`, which has no samples, the function returns `(sequence_index, 0)`.
     """
     if isinstance(sample, Score):
         return sample.sequence_index, 0

@@ -205,9 +205,9 @@ class EngineProbe:
         return None
 
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Request one token with its set, and return `status` if the engine returns both.
+        """Request one token and its set, and return `status` if the engine returns the token and the set.
 
-        Otherwise, return a status with another phase, and with the reason for the failure.
+        If the request fails, return a status with another phase, and with the reason for the failure.
         """
         try:
             await self._generate_one(_TIMEOUT_S)

@@ -79,7 +79,7 @@ class BodyReader:
     async def _next(
         self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
     ) -> tuple[bytes, bool, float]:
-        """Return the body's next part, whether this part is the last, and the seconds spent waiting."""
+        """Return the body's next part, whether it is the last part, and the seconds until it arrived."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:

@@ -100,8 +100,8 @@ def _wait(engine_pid: int, pipe: int, woken: int, grace_s: float) -> None:
 def _end_orphans() -> None:
     """Kill and reap the engine's remaining processes, including those in other sessions (Linux only).
 
-    The supervisor is a subreaper, so the kernel makes it the parent of the engine's orphaned processes. On
-    other systems, `main` kills only the engine's process group.
+    On Linux, the supervisor is a subreaper, so the kernel makes the supervisor the parent of the engine's
+    orphaned processes. On other systems, `main` kills only the engine's process group.
     """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while children.exists() and (pids := children.read_text().split()):

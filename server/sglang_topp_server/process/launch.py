@@ -39,7 +39,7 @@ _ENGINE_ENV_DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    The command does not name the patch set, because SGLang loads installed plugins automatically.
+    The command needs no option for the patch set, because SGLang loads installed plugins automatically.
     `sglang_with_env_key` reads the engine's key from the environment.
 
     Args:
@@ -82,10 +82,10 @@ def url_of(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> int:
     """Return `port` if no process listens on it; for port 0, return a free port.
 
-    For port 0, the result is from 10,000 to 21,999. SGLang may also use a second port, whose number is the
-    engine's port plus 10,000. The engine starts to listen about half a minute after its launch. Until then,
-    both ports must stay free. Linux gives outgoing connections only ports from 32,768 on, so no outgoing
-    connection takes one of the engine's ports.
+    If `port` is 0, the result is from 10,000 to 21,999. SGLang may also use a second port, whose number is
+    the engine's port plus 10,000. The engine starts to listen about half a minute after its launch. Until
+    then, both ports must stay free. Linux gives outgoing connections only ports from 32,768 on, so no
+    outgoing connection takes one of the engine's ports.
 
     Raises:
         InvalidInputError: a process listens on the port. An engine started on a taken port would fail, and
@@ -117,7 +117,8 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
         InvalidInputError: the sidecar's port is taken.
         PatchError: the started engine is not patched.
         TransportError: the started engine was not ready in time.
-        ServerError: the engine or the sidecar ended without a signal, or the engine's processes did not stop.
+        ServerError: the engine or the sidecar ended before `run` received a signal, or the engine's processes
+            did not stop.
     """
     stopping = asyncio.Event()
     supervisor: Process | None = None
@@ -217,7 +218,7 @@ def listen(host: str, port: int, *, reader_timeout_s: float | None = None) -> so
     """Return a TCP socket that listens on `host` and `port`.
 
     Args:
-        host, port: the address; port 0 takes a free port.
+        host, port: the address. Port 0 selects a free port.
         reader_timeout_s: seconds after which the kernel resets a connection if the peer does not read the
             data that was sent (Linux only). If None, the kernel keeps a connection whose peer does not read.
 

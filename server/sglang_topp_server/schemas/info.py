@@ -15,7 +15,7 @@ __all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
-    """The model's vocabulary size, context length, and longest token, and the limit on a prompt's text."""
+    """The model's vocabulary size and context length, and the maximum lengths of tokens and text prompts."""
 
     vocab_size: int
     context_length: int
@@ -24,7 +24,7 @@ class ModelInfo(BaseModel):
 
     @classmethod
     def of(cls, model: Model) -> ModelInfo:
-        """Build the Pydantic model from a `Model`, which holds the sizes that the engine reported."""
+        """Build a `ModelInfo` from the vocabulary size and the other sizes that the engine reported."""
         return cls(**asdict(model), max_text_chars=model.max_text_chars)
 
 

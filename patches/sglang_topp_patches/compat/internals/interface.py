@@ -64,15 +64,15 @@ class Internals(Protocol):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Return a (module, attribute name) pair for each sampling kernel that `eagle_sample` looks up.
 
-        In a pair, None stands for a module that is not imported. On a device without a sampling kernel, the
-        module may lack the kernel's attribute.
+        If a kernel's module is not imported, the kernel's pair has None in place of the module. On a device
+        without a sampling kernel, the module may lack the attribute.
         """
 
     def sanitizes_logits(self) -> bool:
         """Return whether the setting `SGLANG_SANITIZE_NAN_LOGITS` is on. The setting is off by default.
 
         If a grammar forbids every token in a row of logits, the request of this row fails. The other requests
-        of the forward pass succeed only if the setting is on.
+        of the forward pass succeed only if `SGLANG_SANITIZE_NAN_LOGITS` is on.
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
@@ -102,8 +102,8 @@ class Internals(Protocol):
     def align(self, reqs: Sequence[Any]) -> None:
         """Add missing keys to `customized_info`, so that all requests of one message have the same keys.
 
-        If two requests had different keys, SGLang up to 0.5.14 would deliver one request's values to another
-        request.
+        If two requests of a message had different keys in `customized_info`, SGLang up to 0.5.14 would
+        deliver one request's values to another request.
         """
 
     # -- Hooks in the HTTP process call the following methods.

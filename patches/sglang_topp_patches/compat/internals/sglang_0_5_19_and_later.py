@@ -77,7 +77,7 @@ class Sglang0523:
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Return the two kernels that `eagle_sample` calls: the target-only and the rejection kernel."""
-        # `eagle_utils`, the module of `eagle_sample`, imports both kernels at its top level.
+        # `eagle_sample` is defined in `eagle_utils`, which imports the two kernels below at its top level.
         module = sys.modules.get("sglang.srt.speculative.eagle_utils")
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
@@ -88,9 +88,10 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the row indices from SGLang's copy on the host, which exists since SGLang 0.5.21.
+        """Return the row indices as a sequence on the host.
 
-        Before 0.5.21, SGLang keeps the row indices only on the device, so this method waits for the device.
+        SGLang 0.5.21 and later keep a copy of the row indices on the host. Before 0.5.21, SGLang keeps the
+        row indices only on the device, so this method waits for the device.
         """
         on_host: Sequence[int] | None = getattr(metadata, "input_logprob_indices_cpu", None)
         return indices.tolist() if on_host is None else on_host
@@ -106,14 +107,14 @@ class Sglang0523:
         return logprobs
 
     def prompt_rows(self) -> list[Any]:
-        """Return a `SentOnce`, which SGLang sends to the HTTP process once and as a whole.
+        """Return a `SentOnce`, a list that SGLang sends to the HTTP process once and as a whole.
 
-        SGLang 0.5.22 and later can themselves send a list once per request
-        (`is_request_level_customized_info_key`). The patch set does not use this feature, because SGLang
-        would send the list of an unstreamed answer only when the request finishes. A request never finishes
-        if it is aborted in the queue during a pause. The answer to the aborted request still has tokens,
-        because the scheduler sends new tokens to the HTTP process after every 50 tokens, even without
-        streaming.
+        SGLang 0.5.22 and later can also send a plain list once per request
+        (`is_request_level_customized_info_key`). The patch set does not use this feature. Without streaming,
+        SGLang would send the plain list only when the request finishes. A request that is aborted in the
+        waiting queue during a pause does not finish. The HTTP process may already have tokens of the aborted
+        request, because the scheduler sends new tokens after every 50 tokens, even without streaming. The
+        answer would then have tokens, but no sets of the prompt.
         """
         return SentOnce()
 
@@ -201,7 +202,7 @@ class Outputs:
     """Several auxiliary outputs of one forward pass, on the device or on the host.
 
     Attributes:
-        outputs: the auxiliary outputs, in the order in which `consume` calls their `consume` methods.
+        outputs: the auxiliary outputs. `Outputs.consume` calls their `consume` methods in this order.
     """
 
     outputs: tuple[Any, ...]
