@@ -145,7 +145,7 @@ class BatchCandidateSets:
         return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
 
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
-        """Return the candidate sets arranged like a padded [N, W] tensor, with one position per element.
+        """Return the candidate sets in the layout of a padded [N, W] tensor: one set per tensor element.
 
         The positions of row `i` go to row `into[i]` of the tensor, in columns `starts[i]` to
         `starts[i] + lengths[i] - 1`. Elements outside these columns have empty candidate sets. The result
@@ -154,9 +154,9 @@ class BatchCandidateSets:
 
         Args:
             into: integers [B]. Row `i` of this batch goes to row `into[i]` of the tensor.
-            starts: integers [B]. Row `i` of this batch starts in column `starts[i]` of the tensor. In the
-                flattened tensor, row `i + 1` of this batch must start after the end of row `i`. If the rows
-                of this batch are in another order, call `take` to reorder them before you call `place`.
+            starts: integers [B]. Row `i` of this batch starts in column `starts[i]` of the tensor. Row
+                `i + 1` of this batch must start after the end of row `i`: in a later row of the tensor, or in
+                a later column of the same row. If necessary, reorder the rows with `take` before `place`.
             shape: the tensor's shape (N, W).
 
         Raises:

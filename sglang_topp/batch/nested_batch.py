@@ -312,8 +312,8 @@ def nest_batch(
 def unnest_batch(nested: NestedBatch) -> Any:
     """Restore the padded batch of the rows that `nested` holds.
 
-    Fields have their original dtype, shape, and order. Compressed fields become new tensors.
-    Uncompressed tensors share memory with `nested` if the memory is writable.
+    Each field has its original dtype and shape, and the fields have their original order. Compressed fields
+    become new tensors. Uncompressed tensors share memory with `nested` if the memory is writable.
 
     Returns:
         A `tensordict.TensorDict` with batch size [B] if `nest_batch` received a TensorDict, else a dict.

@@ -240,8 +240,8 @@ def _values(
     """Load TILE values for `_search`, from index `start` on.
 
     If IS_GATHERED, the values are the log-probs of the tokens in the row's active blocks, as in `_tile`. If
-    not IS_GATHERED, the values are consecutive numbers at `row_ptr`. A value whose index is `num_values` or
-    more is -inf.
+    not IS_GATHERED, the values are stored one after the other from `row_ptr` on. A value whose index is
+    `num_values` or more is -inf.
     """
     if IS_GATHERED:
         _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)

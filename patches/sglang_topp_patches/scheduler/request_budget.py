@@ -106,8 +106,8 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status, which must not be 500. In an `Entry`, status 500 means that the
-            scheduler did not refuse the request.
+        status: the error's HTTP status. The status must not be 500, because the status of an `Entry` stays
+            500 if the scheduler does not refuse its request.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
