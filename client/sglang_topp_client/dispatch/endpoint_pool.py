@@ -166,7 +166,7 @@ class EndpointPool:
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests that continue or score a rollout by the server that generated the rollout.
+        """Group requests by server: each request continues or scores a rollout that its server generated.
 
         One more group holds the requests without a routing key and the requests whose server is unknown.
         """

@@ -202,7 +202,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Return the prompt's token ids.
 
         `last` is the sample's last chunk. Raise WireError if the prompt length in `last` differs from the
-        number of ids.
+        number of the prompt's token ids.
         """
         if isinstance(self._wanted.prompt, str):
             prompt_ids = _text_prompt_ids(last)
@@ -279,7 +279,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    If the engine refused the sample, the finish reason has the same type, `"abort"`, but has a status code.
+    All these samples have a finish reason of type `"abort"`. A sample that the engine refused has this type
+    too, but its finish reason has a status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 

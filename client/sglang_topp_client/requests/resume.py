@@ -1,4 +1,4 @@
-"""Requests for `resume`: check the rollouts to continue, and build the requests for their remaining tokens.
+"""Requests of `resume`: check the caller's rollouts, and build the requests for their remaining tokens.
 
 The prompt of a resume request consists of the original prompt's ids and the ids generated so far. The field
 `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the interruption.
