@@ -27,8 +27,8 @@ __all__ = ["contenders", "run"]
 BATCHES = (1, 8, 64, 256, 512)
 VOCABULARIES = (32_000, 128_256, 151_936)
 THRESHOLDS = (0.8, 0.95, 0.999)
-# Standard deviations of the logits. 7 gives set sizes as large as a real model's, and 0.5 keeps most of the
-# vocabulary.
+# Standard deviations of the logits. With 7, the sets are as large as a real model's. With 0.5, the sets hold
+# most of the vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
 # Only this case has target speedups: (number of rows, vocabulary size, threshold, kind of logits).
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
@@ -68,7 +68,7 @@ def _cases() -> Iterator[tuple[int, int, float, str]]:
 
 
 def _compare_main_case() -> None:
-    """Compare the extraction time with one copy of the input, and print peak memory and host time."""
+    """Compare the times of the extraction and of one copy of the input; print peak memory and host times."""
     b, v, p, kind = MAIN_CASE
     for dtype in (torch.float32, torch.bfloat16):
         logprobs = _logprobs(b, v, ROWS[kind]).to(dtype)
@@ -128,7 +128,7 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
 
 
 def _flashinfer(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Return the contender that renormalizes with FlashInfer, or an empty dict if FlashInfer does not run."""
+    """Return a dict with FlashInfer's renormalization as a contender; empty if FlashInfer does not run."""
     top_p_renorm_probs = _import_top_p_renorm_probs()
     if top_p_renorm_probs is None:
         return {}
@@ -148,7 +148,7 @@ def _import_top_p_renorm_probs() -> Callable[..., Tensor] | None:
 
 
 def device_s(contender: Callable[[], object]) -> float:
-    """Return the seconds between two CUDA events, one before and one after the call."""
+    """Return the seconds that the contender's call takes on the GPU, measured between two CUDA events."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)

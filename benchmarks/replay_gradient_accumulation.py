@@ -149,7 +149,7 @@ def _steps(work: Work, threads: int) -> Callable[[], None]:
 def _busy_process() -> Iterator[Callable[[Callable[[], None]], Callable[[], None]]]:
     """Yield a decorator that lets another process keep one core busy while the decorated function runs.
 
-    The other process is paused at all other times.
+    The other process is paused whenever no decorated function runs.
     """
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()

@@ -48,5 +48,6 @@ nitpick_ignore_regex = [
     ("py:.*", r".*\.CompressedMask"),
 ]
 
-# `make docs LINKS=1` checks every external link, except links to the reader's own servers.
+# `make docs LINKS=1` checks every external link, except links to 127.0.0.1, which lead to the reader's own
+# servers.
 linkcheck_ignore = [r"http://127\.0\.0\.1.*"]

@@ -159,7 +159,7 @@ def gradient(value: Tensor, policy: nn.Module) -> Tensor:
 def gradient_cosines(
     task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Return the cosines between the negative gradient of each loss in `WAYS` and two exact gradients.
+    """Return, for each loss in `WAYS`, the cosines of its negative gradient with two exact gradients.
 
     All four losses use the same trajectories, `num` in all. The result maps the name of each loss to two
     cosines. `sampled` compares the loss's negative gradient with the gradient of the sampler's expected

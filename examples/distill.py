@@ -121,7 +121,7 @@ def distances(
 
 
 def main() -> int:
-    """Run the example. Return 0 if training lowered the KL in the trained direction, and 1 otherwise."""
+    """Run the example. Return 0 if the KL in the direction `--direction` fell, and 1 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="training steps (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, help="threshold of the sets (%(default)s)")

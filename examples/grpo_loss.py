@@ -129,7 +129,7 @@ def reward(samples: Sequence[Sample]) -> Tensor:
 def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, float]]:
     """Train the toy policy's head, and return the mean reward, the loss, and the replay metrics of each step.
 
-    The values of a step are computed before the step's optimizer update.
+    The reward, the loss, and the metrics of a step describe the policy before the step's optimizer update.
     """
     torch_rng, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     hidden = torch.randn(PROMPTS, 1, PROMPT + RESPONSE, WIDTH, generator=torch_rng).expand(-1, GROUP, -1, -1)

@@ -62,11 +62,11 @@ class InvalidInputError(SglangToppError, ValueError):
 
 
 class InvalidCandidateSetsError(InvalidInputError):
-    """The arrays break a rule of `CandidateSets`, such as a rule on dtypes or order.
+    """The arrays break a rule of `CandidateSets`, such as a rule on dtypes or on the order of candidates.
 
     Attributes:
         field: the name of the invalid array in `CandidateSets`.
-        problem: the message without the field's name.
+        problem: the error message without the field's name.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -83,7 +83,7 @@ class WireError(SglangToppError, ValueError):
 
     Attributes:
         field: the invalid key of the payload.
-        problem: the message without the field's name.
+        problem: the error message without the field's name.
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -120,7 +120,7 @@ class RequestTimeoutError(TransportError):
 
 
 class WeightPushError(RequestError):
-    """A weight push did not finish on every engine.
+    """A weight push failed on at least one engine.
 
     Attributes:
         weight_versions: maps each engine's URL to its weight version, or to None if the version is unknown.
@@ -138,8 +138,8 @@ class ResponseError(RequestError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status of the error. For an error in a stream or in an answer with status 200, the
-            error's body gives the status. If the error's body gives no status, `status` is None.
+        status: the HTTP status of the error. If the server sends the error inside a stream or an answer with
+            status 200, `status` is the status in the error's JSON, or None if the JSON has no status.
         body: the server's message, truncated to a readable length.
     """
 

@@ -131,7 +131,7 @@ class _Pace:
 
 
 class _Connection(asyncio.Protocol):
-    """The fake engine's end of one HTTP connection.
+    """The fake engine's side of one HTTP connection.
 
     The class supports only the part of HTTP that sglang-topp's client and sidecar use.
     """

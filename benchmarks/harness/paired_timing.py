@@ -65,9 +65,9 @@ def compare_counts(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Print how many times smaller each count is than the first count.
+    """Print each contender's count, and the first contender's count divided by this count.
 
-    Counts, such as bytes, are the same in every round, so each count is measured only once.
+    A count, such as a number of bytes, is the same in every round, so each count is measured only once.
     """
     values = {label: [float(count)] for label, count in counts.items()}
     return _print_and_record(

@@ -45,7 +45,7 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 def truncate(value: object, max_chars: int) -> str:
     """Return `value` as text for an error message. Text of more than `max_chars` characters is cut.
 
-    If `value` is not a string, the text is the `repr` of `value`.
+    A `value` that is not a string is converted with `repr`, or with `describe` if `repr` fails.
     """
     try:
         text = value if isinstance(value, str) else repr(value)

@@ -253,7 +253,7 @@ class AsyncRolloutClient:
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, OverloadedError, ServerError: the call and all of its retries failed. If the
-                client tried several servers and none answered, the message names all of these servers.
+                client tried several servers and none answered, the error message names all of these servers.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine aborted a sample for another reason, or ended it with an error.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
@@ -337,7 +337,7 @@ class AsyncRolloutClient:
         request_id: str | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Continue rollouts that were aborted, reached `max_new_tokens`, or were extended.
+        """Continue rollouts that were aborted, cut off at `max_new_tokens`, or extended by the caller.
 
         Each result looks as if the rollout had been generated without interruption: the ids, text, log-probs,
         candidate sets, and weight versions cover the earlier part and the new part. The new part may come
@@ -624,7 +624,7 @@ class AsyncRolloutClient:
         """Stop all requests on this event loop, and close the loop's connections.
 
         The client stays usable after `close`. `close` waits up to three seconds for the engines to receive
-        the aborts.
+        the aborts of the stopped requests.
         """
         await self._runner.close()
 

@@ -59,7 +59,7 @@ class Progress:
             )
             sys.stderr.flush()
         except Exception:
-            # Writing fails if the terminal was closed. The batch continues without a progress line.
+            # The write fails if the terminal was closed. The client then continues without a progress line.
             self._is_on = False
         self._has_written = True
 

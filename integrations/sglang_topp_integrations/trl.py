@@ -129,10 +129,11 @@ class SGLangRollouts:
         return rollout_fields(rollouts)
 
     def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
-        """Return one rollout per prompt, in order, with candidate sets. Override this method to call tools.
+        """Return a rollout with candidate sets for each prompt, in the order of `prompt_ids`.
 
-        For example, your method may append a tool's output to each rollout with `Rollout.extend`, and then
-        continue the rollouts with `client.resume(rollouts, sampling_params)`.
+        Override this method to call tools. For example, your method may append a tool's output to each
+        rollout with `Rollout.extend`, and then continue the rollouts with
+        `client.resume(rollouts, sampling_params)`.
         """
         groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
         return self.client.generate(
@@ -155,8 +156,8 @@ class SGLangRollouts:
                 self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
                 self._pushed_step = step
             except Exception as error:
-                # Raise the push's error only after the broadcast, because all processes take part in the
-                # broadcast.
+                # Every process must call `broadcast_object_list` below, so raise the push's error only after
+                # that call.
                 failure = error
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
@@ -247,12 +248,13 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
     ) -> tuple[Tensor | None, Tensor | None, None]:
         """Score completions over candidate sets.
 
-        Return (log-probs [B, C], entropies [B, C] or None, None).
+        Return three values: the log-probs [B, C], the entropies [B, C], and None. If `compute_entropy` is
+        False, the entropies are None. If TRL asks for the old log-probs, all three values are None.
         """
         if model is self.model and not compute_entropy:
-            # With these arguments, TRL asks for the old log-probs, which the rollout already supplies. With a
-            # PEFT adapter, TRL would also ask for the reference's log-probs, but `ReplayMixin` refuses PEFT
-            # adapters.
+            # If TRL passes the policy model without `compute_entropy`, TRL asks for the old log-probs, which
+            # the rollout already supplies. With a PEFT adapter, TRL would also ask for the reference model's
+            # log-probs in this way, but `ReplayMixin` refuses PEFT adapters.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []

@@ -62,7 +62,7 @@ TransferQueue carries a text that says why the sets are absent.
 
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
 # A request gets no sets if it has a sampling parameter that is in neither `_SAMPLER` nor `_OTHERS`. Such a
-# parameter would change log-probs, and a rollout does not record the change.
+# parameter may change log-probs, and a rollout does not record the change.
 _SAMPLER = ("temperature", "top_p", "top_k")
 _OTHERS = (
     "ignore_eos",
@@ -342,7 +342,7 @@ def _check_engines(worker: Any) -> None:
 
 
 def _is_loaded(worker: Any) -> bool:
-    """Return True. To run this function, a worker must import this module, which loads the adapter."""
+    """Return True. A worker must import this module to run this function. The import loads the adapter."""
     return True
 
 

@@ -1,7 +1,7 @@
-"""Give the reasons why a server cannot return exact candidate sets, for any request or for one request.
+"""Give the reasons why a server cannot return exact candidate sets, for all requests or for one request.
 
-The functions in this module derive the reasons from the server's arguments, the environment variables, or a
-request's sampling parameters. Two other modules also give reasons to refuse candidate sets.
+The functions in this module derive reasons to refuse candidate sets from the server's arguments, the
+environment variables, or a request's sampling parameters. Two other modules also give such reasons.
 `compat.seam_check` reports a patch set that does not fit the SGLang release. `http.process_state` reports
 HTTP routes of SGLang that run without the patch set's checks.
 """
@@ -44,8 +44,9 @@ def server_problems(server_args: Any) -> tuple[str, ...]:
 def request_problem(temperature: Any) -> str:
     """Return why this server has no exact sets for a request at this temperature, or an empty string.
 
-    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang computes the log-probs from logits that it has not divided
-    by the temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
+    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang does not divide the logits by the temperature before it
+    computes the log-probs. The server then accepts only the temperatures 0 and 1, and requests without a
+    temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
     """
     if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"

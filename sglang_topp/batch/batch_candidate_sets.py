@@ -147,7 +147,7 @@ class BatchCandidateSets:
     def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
         """Return the candidate sets in the layout of a padded [N, W] tensor: one set per tensor element.
 
-        The positions of row `i` go to row `into[i]` of the tensor, in columns `starts[i]` to
+        Row `i` of this batch goes to row `into[i]` of the padded tensor, in columns `starts[i]` to
         `starts[i] + lengths[i] - 1`. Elements outside these columns have empty candidate sets. The result
         has N rows of W positions each. Position `row * W + column` of the result's `sets` belongs to element
         `[row, column]` of the tensor. Candidates are neither copied nor changed.

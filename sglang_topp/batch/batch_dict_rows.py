@@ -44,8 +44,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `batch` as a dict that maps names to values.
 
-    A TensorDict can hold a BatchCandidateSets in a `NonTensorData`. In this case, the dict maps the name to
-    the BatchCandidateSets itself. All other values stay as they are.
+    If a TensorDict holds a BatchCandidateSets in a `NonTensorData`, the dict holds the BatchCandidateSets
+    itself. All other values stay as they are.
     """
     if not is_tensordict(batch):
         return dict(batch)
@@ -151,8 +151,8 @@ def take_rows(value: Any, rows: NDArray[np.int64]) -> Any:
 
 def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """Copy the given rows of a jagged tensor to a new tensor, whose pickle holds only these rows."""
-    # Tell torch which dimension is ragged. Otherwise, if all rows had the same length, torch would mark
-    # another dimension as ragged.
+    # Tell torch which dimension is ragged. By default, `nested_tensor_from_jagged` assumes that dimension 1
+    # is ragged.
     ragged = next(dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]

@@ -30,8 +30,8 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
         number of bins that can hold all samples.
 
     Raises:
-        InvalidInputError: a value of `footprints` is negative or above `capacity`. The message names the
-            sample.
+        InvalidInputError: a value of `footprints` is negative or above `capacity`. The error message names
+            the sample.
     """
     if (wrong := np.flatnonzero((footprints > capacity) | (footprints < 0))).size:
         i = int(wrong[0])
@@ -58,8 +58,8 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
     The function makes as many bins as first-fit decreasing needs, rounded up to a multiple of `ranks`. Each
     sample, from the largest to the smallest, goes into the emptiest bin. If the emptiest bin has no room for
     a sample, the function packs all samples by first-fit decreasing instead. In this case, the function then
-    splits the fullest bin with two samples or more, until the number of bins is a multiple of `ranks`. A bin
-    is empty only if there are fewer samples than bins.
+    splits bins until the number of bins is a multiple of `ranks`. Each split divides the fullest bin that
+    holds at least two samples. A bin is empty only if there are fewer samples than bins.
 
     The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
     tokens among the ranks that still need a bin.
@@ -105,11 +105,11 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 
 
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Split the fullest bin with two samples or more into two bins, until the number of bins is `count`.
+    """Split bins in two until the number of bins is `count`, each time the fullest bin with several samples.
 
-    A bin with two samples or more always exists, because `deal_bins` calls this function only for more than
-    `count` samples. If there are at most `count` samples, `_spread` puts each sample into its own bin, and
-    `deal_bins` keeps these bins.
+    A bin with several samples always exists, because `deal_bins` calls this function only if the total
+    number of samples is above `count`. If there are at most `count` samples, `_spread` puts each sample into
+    its own bin, and `deal_bins` keeps these bins.
     """
     out = list(bins)
     fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]

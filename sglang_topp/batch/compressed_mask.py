@@ -137,8 +137,8 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run of kept elements as `(first, stop)`, two indices into the flattened [B * W] field.
 
-        The mask has few runs: `CompressedMask.of` stores a mask as bits if it has more than about one run per
-        64 elements.
+        There are few runs, because `CompressedMask.of` stores a mask as runs only if the mask has at most
+        about one run per 64 elements.
         """
         assert self.runs is not None
         assert self.run_offsets is not None
@@ -148,7 +148,10 @@ class CompressedMask:
 
 
 def blocks(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Split `num_rows` rows into blocks about as large as a core's cache, and yield each as `(low, high)`."""
+    """Split `num_rows` rows into blocks about as large as a core's cache.
+
+    Yield the bounds `(low, high)` of each block.
+    """
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
     return ((low, min(low + step, num_rows)) for low in range(0, num_rows, step))
 

@@ -193,7 +193,8 @@ class NestedBatch:
 
         Raises:
             InvalidInputError: `like` is not a compressed field, or `values` has more or fewer values than
-                `jagged(like)`. For a jagged tensor, the message names the row.
+                `jagged(like)`. If one row of a jagged tensor has the wrong length, the error message names
+                this row.
         """
         _, layout = self._nested_field(like)
         lengths = np.diff(layout.offsets)

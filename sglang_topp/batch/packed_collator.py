@@ -110,8 +110,8 @@ class _Packing:
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """Return `(sample, first, stop)` for every sample: its range in the flattened [N, W] field.
 
-        For sample i, `first` is `skip[i]` columns after the sample's first column, and the range has
-        `lengths[i]` columns.
+        The range of sample i begins `skip[i]` columns after the sample's first column, and has `lengths[i]`
+        columns.
         """
         first = self.rows * self.width + self.starts + skip[self.order]
         stop = first + lengths[self.order]

@@ -66,7 +66,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Check that `values` is a 1-D array or list of integers, possibly empty. Return it as int64 [k].
+    """Check that `values` is a 1-D array or list of integers, possibly empty. Return int64 [k].
 
     Raises:
         InvalidInputError: `values` is not a 1-D array of integers. The error message contains the text
@@ -104,11 +104,11 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
     """Check that every row of field `name` is as long as the same sample's row in another field.
 
-    `of` is the other field's name, and `expected` holds the lengths of the other field's rows.
+    `of` is the name of the field to compare with, and `expected` holds the lengths of that field's rows.
 
     Raises:
         InvalidInputError: the two fields differ in their number of samples or in the length of a sample's
-            row. The message names the sample.
+            row. If a row's length differs, the error message names the sample.
     """
     lengths = row_lengths(name, rows)
     if len(lengths) != len(expected):
@@ -143,8 +143,8 @@ def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
         dtype: int64 or float32, the dtype that `write_row` will write.
 
     Raises:
-        InvalidInputError: a row is not 1-D, or has the wrong dtype, such as floats for token ids. The message
-            names the sample.
+        InvalidInputError: a row is not 1-D, or has the wrong dtype, such as floats for token ids. The error
+            message names the sample.
     """
     accepted, expected, _ = _TAKES[np.dtype(dtype)]
     out = [row if isinstance(row, _HELD) else np.asarray(row) for row in to_host(rows)]

@@ -28,15 +28,15 @@ class RolloutLike(Protocol):
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [R_i]: the generated tokens, and the tools' tokens between them."""
+        """int32 [R_i]: the response's tokens: generated tokens, and tokens that tools appended."""
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """float32 [R_i]: each token's log-prob over the whole vocabulary, or 0 for tools' tokens."""
+        """float32 [R_i]: each token's log-prob over the vocabulary, or 0 for tokens that tools appended."""
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [R_i]: 1 for generated tokens, 0 for tools' tokens."""
+        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended."""
 
     @property
     def candidates(self) -> CandidateSets | None:

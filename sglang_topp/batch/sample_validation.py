@@ -143,8 +143,9 @@ def check_sets_match_responses(
         masks: B loss masks.
 
     Raises:
-        InvalidInputError: the sampled token of a candidate set differs from the response's token, or a token
-            with loss mask 1 has no candidate set. The message names the first invalid position.
+        InvalidInputError: the sampled token of a candidate set differs from the response's token at the same
+            position, or a token with loss mask 1 has no candidate set. The message names the first
+            invalid position.
     """
 
     def where(position: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 16
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
-    """Return int64 [T + 1]: the CSR offsets of T rows with these sizes, from 0 to the sum of the sizes."""
+    """Return int64 [T + 1]: the CSR offsets of T rows of the given sizes, from 0 to the sum of the sizes."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
@@ -57,7 +57,10 @@ def row_keys(rows: Int32Array, token_ids: Int32Array) -> Int64Array:
 
 
 def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
-    """Return int32 [n]: the ids, lowest first in each row. `rows` must ascend, and ids must be at least 0."""
+    """Return `token_ids` [n], sorted within each row, lowest first.
+
+    `rows`, the row index of each candidate, must ascend. Ids must be at least 0.
+    """
     return (np.sort(row_keys(rows, token_ids)) & 0x7FFFFFFF).astype(np.int32)
 
 

@@ -73,8 +73,8 @@ class CandidateSets:
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the position's
             set is empty.
 
-    Arrays that already have these dtypes are not copied: `CandidateSets` keeps read-only views of the arrays.
-    The caller must not modify these arrays.
+    If an array already has the dtype that its argument requires, `CandidateSets` does not copy the array, but
+    keeps a read-only view. The caller must not modify such an array.
 
     Raises:
         InvalidCandidateSetsError: the arrays break a rule of this docstring. The message names the array and
@@ -224,10 +224,10 @@ class CandidateSets:
         return _read_only(out)
 
     def check_kept_mass(self, p: float) -> None:
-        """Check that top-p sampling at `p` can produce the mass of every set.
+        """Check that the total probability (the mass) of every set is possible under top-p sampling at `p`.
 
-        Top-p sampling takes tokens, most likely first, until their total probability (the mass) reaches `p`,
-        or until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
+        Top-p sampling takes tokens, most likely first, until the mass of the taken tokens reaches `p`, or
+        until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
         differ from 1 by up to `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if
         the engine computes in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can
         represent all log-probs of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or
@@ -267,7 +267,7 @@ class CandidateSets:
 
     @classmethod
     def concat(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
-        """Concatenate the positions of all `parts`.
+        """Return one `CandidateSets` with the positions of all `parts`, in order.
 
         Raises:
             InvalidInputError: some parts have log-probs, and others have none. Parts without candidates never
@@ -432,8 +432,8 @@ def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
 def _error_of_mass(logprobs: Float32Array | None) -> float:
     """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
 
-    How far the sum can differ from 1 depends on the dtype in which the engine computes. The function assumes
-    bfloat16 if bfloat16 can represent all `logprobs`, and float32 otherwise.
+    This difference depends on the dtype in which the engine computes. The function assumes bfloat16 if
+    bfloat16 can represent all `logprobs`, and float32 otherwise.
     """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR

@@ -96,7 +96,7 @@ def check_arrays(
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
     """Raise an error if a row contains a token id twice.
 
-    Row r holds the candidates of position `first + r`. The message names the position of the duplicate id.
+    Row r holds the candidates of position `first + r`. The error message names the duplicate id's position.
     """
     if not all_distinct(ids, rows):
         keys = np.sort(row_keys(rows, ids), kind="stable")

@@ -68,7 +68,7 @@ class Model:
     def from_record(cls, record: Any) -> Model | None:
         """Build a `Model` from the `model` record of `GET /server_info`.
 
-        Return None if the record is invalid.
+        Return None if `record` is invalid.
         """
         names = ("vocab_size", "context_length", "max_token_chars")
         sizes: dict[str, Any] = {}
@@ -216,8 +216,8 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
             yield str(error)
     minimum = params.get("min_new_tokens")
     if _is_int(minimum) and minimum > 0:
-        # `min_new_tokens` forbids all stop ids. If every token that could be drawn is a stop id, the
-        # probabilities are NaN.
+        # SGLang forbids all stop ids until it has generated `min_new_tokens` tokens. If all other tokens have
+        # probability 0, the probabilities become NaN.
         if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
             yield (
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"

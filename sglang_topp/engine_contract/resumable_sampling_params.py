@@ -87,7 +87,7 @@ INTERNAL_PARAMS = frozenset(
 def find_resume_problem(params: Mapping[str, Any]) -> str | None:
     """Return why these sampling parameters prevent an exact resume, or None if an exact resume is possible.
 
-    The returned message begins with the parameter's name.
+    The message begins with the name of the parameter that prevents an exact resume.
     """
     for name, value in params.items():
         if name in RESUMABLE_PARAMS:

@@ -43,7 +43,7 @@ INT32 = np.dtype("<i4")
 class Decoded(NamedTuple):
     """The arguments for `CandidateSets(...)`, decoded from an inference engine's answer.
 
-    `fields` maps each argument's name to the name of the answer's field from which the argument was decoded.
+    `fields` maps the name of each argument to the name of the answer's field that holds the argument.
     """
 
     token_ids: NDArray[np.integer[Any]]
@@ -65,7 +65,7 @@ class Decoded(NamedTuple):
 def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
     """Convert an InvalidCandidateSetsError to a WireError that names the answer's field.
 
-    `fields` maps the name of each `CandidateSets` array to the name of the answer's field.
+    `fields` maps the name of each `CandidateSets` array to the name of the answer's field with this array.
     """
     try:
         yield

@@ -55,7 +55,7 @@ _VLLM_MASK = "sampling_mask"
 def decode_sampling_mask(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
-    """Decode the native sampling masks of one answer to candidate sets.
+    """Convert the native sampling masks of one answer into candidate sets.
 
     With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
     `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
@@ -129,9 +129,9 @@ def _under_the_vocabulary(
 ) -> NDArray[np.float32]:
     """Return the whole-vocabulary log-probs of the n tokens in all masks, float32 [n].
 
-    `support` holds the log-prob of each of these tokens, renormalized over the token's mask. `reported` holds
-    each sampled token's log-prob over the whole vocabulary. At one position with sampled token `s`, the
-    result for token `i` is `support[i] + (reported - support[s])`.
+    `support` holds the log-prob of each of the n tokens, renormalized over the mask of the token's position.
+    `reported` holds each sampled token's log-prob over the whole vocabulary. At one position with sampled
+    token `s`, the result for token `i` is `support[i] + (reported - support[s])`.
     """
     is_sampled = ids == sampled[rows]
     if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):

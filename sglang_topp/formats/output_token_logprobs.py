@@ -1,4 +1,4 @@
-"""Read the sampled tokens' log-probs (`output_token_logprobs`) from SGLang with or without the patch set."""
+"""Read the sampled tokens' log-probs (`output_token_logprobs`) from answers of SGLang, patched or not."""
 
 from __future__ import annotations
 

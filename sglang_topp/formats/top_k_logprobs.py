@@ -165,7 +165,10 @@ def _cut(
     reported: NDArray[np.float32],
     fields: Mapping[str, str],
 ) -> Decoded:
-    """At each position, keep the sampled token and all listed tokens at least as likely as the k-th."""
+    """At each position, keep the k most likely listed tokens, all ties with the k-th, and the sampled token.
+
+    Listed tokens of probability 0 are dropped, except for the sampled token.
+    """
     rows = rows_of(offsets)
     ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
     kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]

@@ -246,8 +246,8 @@ def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:
 
 def _limits(p_B: NDArray[np.float64], logprobs_BV: Tensor) -> Tensor:
     """Return float64 [B] on the GPU: the total probability at which each row's nucleus ends."""
-    # With p = 1, the nucleus is the whole row. Use an infinite limit: a limit of 1 could cut the row, because
-    # the rounded probabilities may sum to 1 before the end of the row.
+    # With p = 1, the nucleus is the whole row, so the limit is infinite. A limit of 1 could end the nucleus
+    # too early, because the rounded probabilities may sum to 1 before the end of the row.
     return to_device(np.where(p_B == 1, np.inf, p_B), logprobs_BV.device)
 
 

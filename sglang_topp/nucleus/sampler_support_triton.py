@@ -85,7 +85,7 @@ def compact(
     starts_R: Tensor,
     entries_2C: Tensor,
 ) -> None:
-    """Write each row's candidate set to `entries_2C`, with the candidates in the order of the row's columns.
+    """Write each row's candidate set to `entries_2C`, in the order of the columns of `is_drawn_RW`.
 
     If `is_drawn_RW` is not True for a row's sampled token, the sampled token comes last in the row's set.
 

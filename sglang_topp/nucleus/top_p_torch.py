@@ -164,8 +164,8 @@ def _cut(
         nucleus may contain tokens that are not in `values_RM`. In such a row, the tokens with log-probs above
         the row's bound have a total probability below `p`.
     """
-    # This check also finds NaN: `topk` chooses the block with NaN, `amax` returns NaN, and `NaN <= x` is
-    # false.
+    # This check also finds NaN. `_parts` chooses blocks with `topk`, which ranks NaN highest, so `values_RM`
+    # holds at least one NaN of a row with NaN. `amax` then returns NaN, and `NaN <= x` is false.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])

@@ -2,15 +2,16 @@
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
 every block. The second kernel selects the blocks with the highest maxima as active blocks: just enough blocks
-that the probabilities of their maxima sum to `p` or more. Every token of another block is less likely than
-all of these maxima, so the active blocks contain the whole nucleus. If the sum over all blocks is below `p`,
-every block with a token of non-zero probability is active. The second kernel then searches the active blocks
-for the exact cutoff: the sort key that separates the nucleus's log-probs from lower log-probs. The last
-kernel writes out the tokens of the nucleus.
+that the probabilities of their maxima sum to `p` or more. Every token outside the active blocks is less
+likely than the maximum of any active block, so the active blocks contain the whole nucleus. If the sum over
+all blocks is below `p`, every block with a token of non-zero probability is active. The second kernel then
+searches the active blocks for the exact cutoff: the sort key that separates the nucleus's log-probs from
+lower log-probs. The last kernel writes out the tokens of the nucleus.
 
-In most rows that a language model computes, a few dozen of the row's thousands of blocks are active. A row of
-normally distributed logits with standard deviation 6 has 85 active blocks out of 2,374 at p = 0.95. If all
-tokens of a row are about equally likely, all blocks are active, and the extraction takes longer.
+In most rows that a language model computes, the second kernel selects only a few dozen of the row's thousands
+of blocks as active blocks. A row of normally distributed logits with standard deviation 6 has 85 active
+blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and
+the extraction takes longer.
 
 The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
 compares all values' sort keys with several pivot keys, and narrows the interval of sort keys. The search ends
@@ -253,7 +254,7 @@ def _values(
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):
-    """Return two [P, T] tensors, one of probabilities and one of ones, for the values above each pivot.
+    """Return two [P, T] tensors: the probability of each value above each pivot, and 1 for each such value.
 
     If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
     element [p, t] of the second tensor is 1. If the value is not above the pivot, both elements are 0.
@@ -283,8 +284,8 @@ def _search(
     lower sort key.
 
     After each round, the values with keys below `low` have a total probability below `limit`, so a value with
-    key `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or
-    more, or are all values of non-zero probability. The search ends when at most one value has a key from
+    key `low` is in the nucleus. The values with keys below `high` either have a total probability of `limit`
+    or more, or are all values of non-zero probability. The search ends when at most one value has a key from
     `low` to `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to
     `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
 

@@ -251,8 +251,8 @@ class _ByPosition(torch.autograd.Function):
                 *entries, support.positions, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
             )
         else:
-            # Only the A positions with two or more candidates have gradients, so sum these A rows over the
-            # ranks. Round the gradients after this sum, not before.
+            # Only the A positions with two or more candidates have gradients, so sum the gradients of only
+            # these positions over the ranks. Round the gradients after this sum, not before.
             grad_AH = ctx.ops.gathered_sum(
                 *entries, support.segment, len(support.rows), out_dtype=grad_m.dtype, **ctx.options
             )

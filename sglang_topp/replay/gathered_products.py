@@ -8,9 +8,9 @@ The functions run on any device. A call copies at most `chunk` rows of a matrix 
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
 order, so results are bitwise reproducible. `gathered_products_triton` has the same functions for NVIDIA GPUs.
 
-On a CPU, a call needs the fewest torch operations if its inputs already have the dtype of the sums. The CPU
-threads wait for each other after each torch operation. On a busy machine, set `OMP_WAIT_POLICY=passive`, so
-that waiting threads sleep.
+On a CPU, a call needs the fewest torch operations if its inputs already have the dtype of the sums (float32
+or float64). The CPU threads wait for each other after each torch operation. On a busy machine, set
+`OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
 Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
 """
@@ -119,8 +119,8 @@ def gathered_add(
 ) -> None:
     """Compute `out[s] += sum over the entries e of segment s of weights[e] * source[source_rows[e]]`.
 
-    The function changes `out` in place. The function reads and writes only the rows of `out` whose segment
-    has an entry, and rounds each such row once to the dtype of `out`.
+    The function changes `out` in place. If segment `s` has no entries, the function neither reads nor writes
+    row `s` of `out`. Each changed row is rounded once to the dtype of `out`.
 
     Args:
         out: [S, H], of any floating dtype.
@@ -131,7 +131,9 @@ def gathered_add(
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    step = 2 * chunk if plain else chunk  # copied rows of `source` take as much memory as the sums
+    # If the dtypes differ, `gathered_sum` also copies rows of `source`. These copies take as much memory as
+    # the sums.
+    step = 2 * chunk if plain else chunk
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):
         return

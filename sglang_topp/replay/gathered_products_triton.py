@@ -107,8 +107,8 @@ def _sum_segments(
     max_pieces = num_segments + num_entries // _PIECE
     max_long = num_entries // _PIECE
     start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # A segment without entries gets one piece, so that a kernel writes zeros to the segment's row. If the
-    # kernels add to `out_RH`, a segment without entries needs no piece.
+    # If the kernels overwrite `out_RH`, a segment without entries gets one piece, so that a kernel writes
+    # zeros to the segment's row. If the kernels add to `out_RH`, a segment without entries gets no piece.
     pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
     # If a segment has two or more pieces, `partial_PH` holds one partial sum per piece. Other segments have
     # no partial sums. `partial_end_S[s]` is the number of partial sums in all segments up to and including
@@ -121,7 +121,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, the kernels do not read this argument. `start_S1` is only a placeholder.
+        # If `out_row_S` is None, pass `start_S1` as a placeholder, which the kernels do not read.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),

@@ -173,7 +173,7 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 def _for_megatron(ctx: Any) -> Tensor | None:
     """Return the weight's gradient for autograd: zeros for Megatron, else None.
 
-    The buffer already contains the actual gradient. Megatron's data parallelism requires that `weight.grad`
+    `main_grad` already contains the actual gradient. Megatron's data parallelism requires that `weight.grad`
     exists. The flag `grad_added_to_main_grad` tells Megatron not to add `weight.grad` to `main_grad`. The
     zero gradient is a sparse tensor without rows, which takes no memory.
     """

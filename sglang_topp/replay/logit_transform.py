@@ -47,7 +47,7 @@ class LogitTransform:
         """Check the arguments, copy a `temperature` tensor, and build a transform.
 
         If `may_wait` is False, this method does not wait for the device. An invalid value in a `temperature`
-        tensor on an accelerator then raises no error, but becomes NaN in the copy.
+        tensor on an accelerator then raises no error, but becomes NaN in the transform's `temperature`.
 
         Raises:
             InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor
@@ -87,7 +87,7 @@ class LogitTransform:
     def softcap_slope(self, logits_CV: Tensor, part: slice) -> Tensor | None:
         """Return the soft cap's derivative, `1 - tanh^2`, or None without a soft cap.
 
-        The method computes the derivative from the logits `logits_CV`.
+        The method computes `tanh` as `logits_CV * temperature / softcap`.
         """
         if self.softcap is None:
             return None

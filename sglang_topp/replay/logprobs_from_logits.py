@@ -185,8 +185,8 @@ def mask_logits(
 
     A row of `logits` whose candidate set is empty is unchanged. A row of only minus infinity would be NaN
     after softmax, and a loss mask of 0 does not remove a NaN. `masked_logprobs` scores a row with an empty
-    set as 0. `mask_logits` and `masked_logprobs` still give the same loss, because a row with an empty set
-    has a loss mask of 0.
+    set as 0, and so differs from a softmax over the unchanged row. The loss is the same in both cases,
+    because a row with an empty set has a loss mask of 0.
 
     Raises:
         InvalidInputError: `logits` is not [T, V] for the T positions of the sets.

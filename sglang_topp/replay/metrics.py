@@ -123,8 +123,8 @@ def replay_metrics(
             more. For `p` = 1, a sampled token is forced if its probability is 0.
 
     Raises:
-        InvalidInputError: a length is not T, `p` is not above 0 and at most 1, or `p` is passed for sets
-            without log-probs.
+        InvalidInputError: the length of an argument is not T, `p` is not above 0 and at most 1, or `p` is
+            passed for sets without log-probs.
     """
     length = len(candidates)
     for name, values in (("logprobs", logprobs), ("old_logprobs", old_logprobs)):

@@ -149,7 +149,7 @@ class Layout:
     def _padding_of_rows(
         self, attention_mask: ArrayLike | None, lengths: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Return each row's number of left-padding columns, and each row's width, both int64 [B]."""
+        """Return the padding before each row's tokens, and each padded length, in columns, both int64 [B]."""
         if attention_mask is None:
             raise InvalidInputError(
                 "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"
@@ -198,7 +198,7 @@ class Layout:
         """Return the rank that holds each token, the token's row on its rank, and each rank's row count.
 
         Args:
-            padded: [B], the padded length of each sequence before the split.
+            padded: [B], the padded length of each sequence, before context parallelism splits the sequence.
             sample, column: the index of each token's sequence, and the token's column in the padded sequence.
         """
         total, first = int(padded.sum()), np.cumsum(padded) - padded
@@ -286,8 +286,8 @@ class RowSelection:
     def take(self, values: Tensor) -> Tensor:
         """Select the elements of `values` at the response positions that this rank scores.
 
-        `values` has one element per response position of the micro-batch, such as an id, an advantage, or a
-        mask value.
+        `values` has one element per response position of the micro-batch, such as a token id, an
+        advantage, or a mask value.
 
         Raises:
             InvalidInputError: the number of values differs from the number of response positions.
@@ -302,8 +302,8 @@ class RowSelection:
         sample.
 
         Raises:
-            InvalidInputError: the number of samples is wrong, or the number of sets differs from the number
-                of response positions.
+            InvalidInputError: the sequence does not have one entry per sample. Or the number of sets differs
+                from the number of response positions, in total or in one sample.
         """
         if not isinstance(candidates, CandidateSets):
             self._check_samples(candidates)

@@ -157,8 +157,8 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # Set NaN at every position whose set lacks the target. So far, only positions with two or more
-            # candidates have NaN. A position with one candidate still scores 0, even without its target.
+            # Set NaN at every position whose set lacks the target. If such a set has two or more candidates,
+            # its position already has NaN. If the set has one candidate, its position still scores 0.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None

@@ -48,8 +48,9 @@ def support_and_tail(
 
         tail[a] = log(sum of exp(z_i) over all i that are not candidates of position a)
 
-    The sum includes the ids that the other ranks of `tp_group` hold. If every id is a candidate of position
-    `a`, `tail[a]` is minus infinity. The incoming gradient of `tail` must be the same on every rank.
+    The sum in `tail[a]` includes the ids that the other ranks of `tp_group` hold. If every id is a candidate
+    of position `a`, `tail[a]` is minus infinity. The incoming gradient of `tail` must be the same on every
+    rank.
 
     Args:
         hidden: [A, H], the hidden states of the positions `support.rows`.

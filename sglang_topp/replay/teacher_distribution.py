@@ -30,7 +30,7 @@ SMALLEST_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class TeacherDistribution:
-    """The teacher's log-probs of the candidates and of an optional tail.
+    """The teacher's log-probs of the candidates, and optionally of the tail: all ids outside the set.
 
     The probabilities of the candidates and the tail sum to 1 at each position.
     """

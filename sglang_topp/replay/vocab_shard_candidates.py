@@ -51,7 +51,7 @@ class Shard:
 
     @property
     def num_ids(self) -> int:
-        """The number of ids in the shard that are not padding."""
+        """The number of ids in the shard, not counting padding."""
         stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
         return max(0, stop - self.start)
 
@@ -66,8 +66,8 @@ class SupportIndex:
     position with one candidate has two outcomes.
 
     All tensors are on one device. All tensors are int64, except for `token_ids`. No tensor of the index
-    depends on the targets. In the descriptions of the fields, a held candidate is one of the m candidates
-    that this rank holds.
+    depends on the targets (the token ids that replay scores). In the descriptions of the fields, a held
+    candidate is one of the m candidates that this rank holds.
     """
 
     token_ids: Tensor
@@ -101,7 +101,7 @@ class SupportIndex:
 
     @functools.cached_property
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The held candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
+        """This rank's candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
 
         `order` is the permutation that sorts the field `ids`. In the result, `positions[i]` is the position
         of the candidate `ids[i]`.
@@ -110,7 +110,7 @@ class SupportIndex:
         return ids, order, self.positions.index_select(0, order)
 
     def per_entry(self, values_A: Tensor) -> Tensor:
-        """Return [m]: for each held candidate, the value in `values_A` of the candidate's position.
+        """Return [m]: the value in `values_A` for the position of each held candidate.
 
         The method uses `index_select`, because `values_A[...]` would start all of torch's CPU threads.
         Starting the CPU threads takes longer than copying thousands of numbers.
@@ -128,8 +128,9 @@ class SupportIndex:
     ) -> tuple[SupportIndex, bool]:
         """Return the `SupportIndex` of `candidates`, and whether value checks may wait for the device.
 
-        The first call with `CandidateTensors` and a shard stores the index in the `CandidateTensors`. Later
-        calls return the stored index, without work on the host and without waiting for the device.
+        If `candidates` is a `CandidateTensors`, the first call stores the `SupportIndex` in it. Later calls
+        with the same `shard` and `smallest` return the stored `SupportIndex`, without work on the host and
+        without waiting for the device.
 
         Args:
             device: the device of the index. `candidates` of type `CandidateTensors` must be on this device.
@@ -202,7 +203,7 @@ def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor
 def sets_on(candidates: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
     """Return the candidate sets as tensors on `device`.
 
-    If `candidates` is a `CandidateSets`, the tensors have no log-probs.
+    If `candidates` is a `CandidateSets`, the result has no log-probs.
 
     Raises:
         InvalidInputError: the `CandidateTensors` are not on `device`.

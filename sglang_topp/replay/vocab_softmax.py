@@ -112,8 +112,8 @@ class RowSums:
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
         """Compute the softmax sums of the positions in slice `part` from these positions' logits `logits_CV`.
 
-        The method subtracts `subtracted_T` from `logits_CV` in place. The method may then raise elements of
-        `logits_CV` to `_LOWEST`. Neither change affects a probability.
+        The method subtracts `subtracted_T` from `logits_CV` in place. The method may then replace elements
+        below `_LOWEST` with `_LOWEST`. Neither change affects a probability.
         """
         if logits_CV.shape[1] == 0:
             return

@@ -32,7 +32,7 @@ def error_from_json(body: Any) -> SglangToppError:
     """Return the exception that `error_to_json` encoded, or a `ServerError` if `type` names no known class.
 
     Args:
-        body: the object under `error`.
+        body: the value of the key `error` in the encoded JSON object.
     """
     if not isinstance(body, Mapping):
         words = truncate(body, MAX_BODY_CHARS)

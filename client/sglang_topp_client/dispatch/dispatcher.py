@@ -92,7 +92,7 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """The receiver of one request's results. It also decides which samples the dispatcher requests."""
+    """The receiver of one request's results. The receiver also chooses the samples that are requested."""
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the initial requests. `take` may return further requests."""
@@ -114,8 +114,9 @@ class Dispatcher(Generic[Result]):
         operation: `ROLLOUTS` or `SCORES`.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
-        wait_for_room: an async function that is awaited before each call is sent. The function waits while
-            too many results are queued for the caller.
+        wait_for_room: an async function that is awaited before each call for new samples is sent. The
+            function waits while too many results are queued for the caller. Calls that continue samples do
+            not wait.
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
@@ -185,7 +186,7 @@ class Dispatcher(Generic[Result]):
     ) -> int:
         """Return the number of samples at which `_batches` completes a batch.
 
-        Batches are small enough to spread the samples over all servers.
+        The number is at most one server's equal share of all samples.
         """
         if self._on_failure is not None:
             return 1
@@ -354,7 +355,7 @@ class Dispatcher(Generic[Result]):
 def _batches(
     groups: Iterable[Sequence[SampleRequest]], samples_per_call: int
 ) -> Iterator[list[SampleRequest]]:
-    """Split each group into batches of consecutive requests, one batch for each HTTP call.
+    """Split each group of requests into batches, one batch for each HTTP call.
 
     A batch is complete once it requests `samples_per_call` samples or more.
     """

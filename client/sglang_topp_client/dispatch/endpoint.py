@@ -99,7 +99,7 @@ class Endpoint:
         return info
 
     async def check_fields(self) -> None:
-        """Check that the client's request fields reach the engine, and that the answer fields come back.
+        """Check that request fields reach the engine, and that answer fields reach the client.
 
         A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
 
@@ -169,8 +169,8 @@ class Endpoint:
         """Ask the server to abort a request.
 
         Args:
-            request_id: the id by which the server knows the request: the engine's id, or the `request_id`
-                that the sidecar received.
+            request_id: the request's id on this server: for an engine, the engine's id; for a sidecar, the
+                `request_id` that the sidecar received.
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)

@@ -89,8 +89,8 @@ class EndpointPool:
             repeats_aborted: see `RetryBudget`.
 
         Raises:
-            SglangToppError: the last attempt's error. If no server answers, a TransportError names all
-                servers.
+            SglangToppError: the last attempt's error. If the client has several servers and none of them
+                answers, the method raises a TransportError that names all servers instead.
         """
         budget = RetryBudget(
             self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
@@ -102,8 +102,8 @@ class EndpointPool:
                     with self._balancer.pick(num_samples(), preferred, without=failed) as endpoint:
                         return await attempt(endpoint)
             except FileLimitError as error:
-                # A call frees its file descriptors when the call ends. So wait without using up a retry while
-                # other calls of this client are running.
+                # Each running call of this client frees its file descriptors when the call ends. So while
+                # other calls run, wait without using up a retry.
                 wait_s = _FILE_WAIT_S if self._balancer.num_in_flight else budget.next_delay_s(error)
                 if wait_s is None:
                     raise
@@ -148,7 +148,7 @@ class EndpointPool:
 
     @contextmanager
     def aborts_expected(self) -> Generator[None, None, None]:
-        """Keep the event loop alive during calls that may need an abort; see `AbortDelivery.expected`."""
+        """Keep the event loop alive until the `with` block has ended and all pending aborts are sent."""
         with ExitStack() as stack:
             for endpoint in self.all:
                 stack.enter_context(endpoint.abort_delivery.expected())
@@ -166,7 +166,7 @@ class EndpointPool:
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:
-        """Group requests by server: each request continues or scores a rollout that its server generated.
+        """Group requests by the server that each request's routing key identifies.
 
         One more group holds the requests without a routing key and the requests whose server is unknown.
         """

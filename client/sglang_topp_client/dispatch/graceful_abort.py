@@ -57,8 +57,9 @@ class GracefulAbort:
             call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before
                 `run`, the coroutine is not started.
             open_orders: a function that returns a mapping from ids to abort functions. The function for an id
-                asks the server to abort the request with this id. The mapping leaves out requests whose id is
-                unknown. If no HTTP request is open, `open_orders` returns None, and `run` cancels the call.
+                asks the server to abort the request with this id. The mapping leaves out requests whose id
+                the client does not know. If no HTTP request is open, `open_orders` returns None, and `run`
+                cancels the call.
 
         Raises:
             Exception: the error that `call` raised.

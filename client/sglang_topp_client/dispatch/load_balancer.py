@@ -32,8 +32,8 @@ class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
     After a failure (no complete answer, 429, or 5xx), an endpoint gets no calls until a delay has passed.
-    Each further failure in a row roughly doubles the delay (`delay_s`). After the delay, the endpoint gets a
-    single call as a test. If the test call succeeds, the endpoint gets calls as before.
+    Each further consecutive failure roughly doubles the delay (`delay_s`). After the delay, the endpoint gets
+    a single call as a test. If the test call succeeds, the endpoint gets calls as before.
 
     Args:
         endpoints: one endpoint or several.

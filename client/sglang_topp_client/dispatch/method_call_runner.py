@@ -187,7 +187,7 @@ class MethodCallRunner:
         )
 
     async def abort(self, request_id: str) -> None:
-        """Abort the requests named `request_id`; see `AsyncRolloutClient.abort`."""
+        """Abort the requests with the id `request_id`; see `AsyncRolloutClient.abort`."""
         here = self._here()
         tasks = [task for task, request in here.running.items() if request.name == request_id]
         if not tasks:

@@ -1,4 +1,4 @@
-"""ResultQueue: a queue of results for the caller. While the queue is full, the client sends no requests."""
+"""ResultQueue: a queue of results for the caller. While the queue is full, no new samples start."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _T = TypeVar("_T")
 
 
 class ResultQueue(Generic[_T]):
-    """A queue with backpressure: while too many results wait for the caller, the client sends no more calls.
+    """A queue with backpressure: while too many results wait for the caller, no new samples start.
 
     After the client has sent a call, the queue accepts the call's results, even beyond `max_waiting`. If the
     queue refused results, the client would stop reading answers. A sidecar drops a client that leaves an
     answer unread for 30 s, and the engine must then generate the answer's samples again.
 
     Args:
-        max_waiting: once this many results wait for the caller, the client sends no further calls.
+        max_waiting: once this many results wait for the caller, the client starts no new samples.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -54,7 +54,8 @@ class ResultQueue(Generic[_T]):
     def lift_limit(self) -> None:
         """Remove the limit `max_waiting`.
 
-        If the caller takes no more results, the limit would keep an aborted request from ending.
+        After a graceful abort, the caller may take no more results. With the limit, the dispatcher could then
+        wait in `wait_for_room` forever, and the aborted request would never end.
         """
         self._max_waiting = 1 << 60
         self._has_room.set()

@@ -28,8 +28,9 @@ If an error names one of these fields, the field has reached the engine.
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
 
-# Each key is a request field. The engine's answer contains a certain item only if the field has reached the
-# engine. The value has the item's name for error messages, and a function that checks an answer for the item.
+# Each key is a request field, and each value describes an item of the engine's answer. The answer contains
+# the item only if the field has reached the engine. A value consists of the item's name for error messages,
+# and a function that checks an answer for the item.
 _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
     "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
     "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
@@ -46,7 +47,7 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 def field_check_requests() -> list[dict[str, Any]]:
     """Return the bodies of the requests that check for lost fields.
 
-    Each body asks for one token after a prompt of two tokens.
+    Each request has a prompt of two tokens, and makes the engine generate one token.
     """
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}

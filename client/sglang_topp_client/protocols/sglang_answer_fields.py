@@ -54,5 +54,6 @@ def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
     version = meta_info.get("weight_version")
     if version is None:
         return None
-    # SGLang returns the version exactly as the weight update gave it, so the version may be a number.
+    # SGLang returns the weight version unchanged from the request that updated the weights, so the weight
+    # version may be a number.
     return str(version) if type(version) is int else read_text(meta_info, "weight_version")

@@ -279,8 +279,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
 def _is_order(reason: Any) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
-    All these samples have a finish reason of type `"abort"`. A sample that the engine refused has this type
-    too, but its finish reason has a status code.
+    The finish reason of such a sample has the type `"abort"`. If the engine refused a sample, the finish
+    reason also has the type `"abort"`, but contains a status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
@@ -346,7 +346,7 @@ def _reported_error(error: Any, prompts_field: str) -> ResponseError:
 def _field_at_fault(words: str, prompts_field: str) -> str:
     """Return a prefix for an error message: the name of the argument that is too long, or "".
 
-    SGLang's own messages do not name the argument.
+    SGLang's own error messages do not name the argument that is too long.
     """
     if "Requested token count exceeds" in words:
         return f"{prompts_field}, sampling_params.max_new_tokens: "
@@ -356,7 +356,7 @@ def _field_at_fault(words: str, prompts_field: str) -> str:
 def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
     """Return an error whose type matches the HTTP status that the engine reports.
 
-    If `status` is not an HTTP error status, the error has the type `otherwise`.
+    `otherwise` is the type of the returned error if `status` is not an HTTP error status.
     """
     kind = otherwise
     if status == 429:

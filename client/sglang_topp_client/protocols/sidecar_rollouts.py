@@ -102,14 +102,16 @@ class SidecarExchange(ABC, Generic[_Result]):
     def _from_bytes(self, raw: bytes) -> _Result:
         """Decode and check a binary record, and mark the record's sample as finished.
 
-        Return the result. The result's indices refer to the caller's whole request, and not to this POST.
+        Return the result. The result's indices refer to the caller's whole request, even if this POST carries
+        only a part of the caller's request.
         """
 
     @abstractmethod
     def _from_json(self, record: dict[str, Any]) -> _Result:
         """Decode and check a JSON record, and mark the record's sample as finished.
 
-        Return the result. The result's indices refer to the caller's whole request, and not to this POST.
+        Return the result. The result's indices refer to the caller's whole request, even if this POST carries
+        only a part of the caller's request.
         """
 
     def open_ids(self) -> list[str]:
@@ -117,7 +119,7 @@ class SidecarExchange(ABC, Generic[_Result]):
         return [self._request_id]
 
     def unfinished_ids(self) -> list[str]:
-        """Return an empty list: the client has no request to abort.
+        """Return an empty list, because the client need not abort unfinished samples.
 
         The sidecar itself aborts a request when the connection of the request closes.
         """

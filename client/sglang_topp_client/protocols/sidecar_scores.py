@@ -77,7 +77,10 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score. Replace the score's index in this POST with its index in the caller's request."""
+        """Check a score, and set its `sequence_index` to the index in the caller's request.
+
+        The sidecar sends the sequence's index in this POST.
+        """
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:
             raise WireError(

@@ -193,8 +193,8 @@ def one_each(name: str, values: Any, count: int, *, per: str = "prompt") -> Sequ
     """Return `values` as a list with one value for each of the `count` prompts.
 
     Raises:
-        InvalidInputError: `values` is not a sequence of length `count`. The error message contains `name`,
-            the argument's name, and `per`, such as "prompt" or "sequence".
+        InvalidInputError: `values` is not a sequence of length `count`. The error message contains the
+            argument's name (`name`) and the noun for one item (`per`), such as "prompt" or "sequence".
     """
     try:
         given = None if isinstance(values, str | bytes | Mapping | Set) else len(values)

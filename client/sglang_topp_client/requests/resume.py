@@ -108,10 +108,10 @@ def plan_resume(
             the values of `top_logprobs_source`.
 
     Returns:
-        Two lists of the same length: one SampleRequest per rollout, and the rollouts. Each SampleRequest asks
-        for a complete sample of the rollout's original prompt. `continuation_request` converts a
-        SampleRequest of this list to a request for the missing tokens only. A request's prompt index is the
-        rollout's index in `rollouts`.
+        Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
+        Each SampleRequest asks for a complete sample of the rollout's original prompt. `continuation_request`
+        converts such a SampleRequest to a request for the missing tokens only. A SampleRequest's prompt index
+        is the rollout's index in `rollouts`.
 
     Raises:
         InvalidInputError: an argument is wrong, or contradicts the request that generated the rollout; the

@@ -88,8 +88,8 @@ class AtomicParquetFile:
                     try:
                         sync_directory(self._path.parent)
                     except BaseException:
-                        # After an error, remove the new file, because the caller may write the same rollouts
-                        # to another file. Otherwise, the directory could hold the same rollouts twice.
+                        # After an error, remove the new file. The caller may write the same rollouts to
+                        # another file, and the directory would then hold these rollouts twice.
                         self._path.unlink()
                         raise
         finally:

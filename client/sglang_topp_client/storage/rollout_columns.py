@@ -21,7 +21,9 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     routing_key                     string
     appended_spans                  list<struct<start: int32, end: int32>>
 
-`sglang_topp_client.types.rollout.Rollout` explains the fields of the same names.
+Most columns hold the attribute of the same name in `sglang_topp_client.types.rollout.Rollout`. The columns
+`candidate_...` hold the attribute `candidates`. The column `weight_versions` holds the attribute
+`weight_spans`.
 """
 
 from __future__ import annotations

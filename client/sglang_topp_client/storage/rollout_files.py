@@ -216,7 +216,7 @@ class RolloutWriter:
 
 
 class _Group:
-    """A buffer of rollouts that are not yet written, and that form the next row group or part."""
+    """A buffer of rollouts that will be written together, as one row group or one part."""
 
     def __init__(self, max_rollouts: int) -> None:
         self._max_rollouts = max_rollouts

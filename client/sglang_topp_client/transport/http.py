@@ -174,8 +174,8 @@ class HttpClient:
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON, and yield the messages of the answer as they arrive.
 
-        The answer's media type decides whether the messages are lines or frames (`framing.py`). If the caller
-        leaves the `async with` block early, the client closes the connection.
+        The answer's media type decides whether the answer's messages are lines or frames (`framing.py`). If
+        the caller leaves the `async with` block early, the client closes the connection.
 
         Args:
             path: the route.

@@ -99,7 +99,10 @@ class MessageReader:
             self._has_place = await self._limit.enter()
 
     def end_message(self) -> None:
-        """Free the slot of the current message, if any, after the message was decoded or abandoned."""
+        """Free the current message's slot, if the message holds one.
+
+        Call this method after the message was decoded or abandoned.
+        """
         if self._has_place:
             self._limit.leave()
         self._is_long = self._has_place = False

@@ -24,7 +24,7 @@ _MAX_VERSIONS = 8
 class RolloutTable:
     """The table of the first `MAX_ROWS` rollouts, one row per rollout.
 
-    The table ignores all later rollouts.
+    The table ignores all rollouts after the first `MAX_ROWS`.
     """
 
     def __init__(self) -> None:

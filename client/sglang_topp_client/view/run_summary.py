@@ -101,7 +101,7 @@ class RunSummary:
         self._ratios["with"].add(metrics.log_replayed_ratio)
 
     def worst_tokens(self) -> list[tuple[str, TokenPlace]]:
-        """Return at most `NUM_WORST` of the worst tokens, each with the name of its metric.
+        """Return at most `NUM_WORST` of the worst tokens, each with the name of the metric that selected it.
 
         The worst token of each metric comes first, then the second worst token of each metric, and so on.
         """

@@ -1,7 +1,7 @@
 """Keep the tokens with the highest values of a metric, over rollouts that are added one by one.
 
-`sglang-topp view` lists these tokens as the worst tokens. Low values of the kept mass are bad, so the caller
-passes the negated kept mass.
+`sglang-topp view` uses this module to list the worst tokens. A low kept mass is bad, so the caller passes the
+negated kept mass as the metric.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TopTokens:
         self._places = np.empty((0, 2), np.int64)
 
     def add(self, row: int, values: NDArray[Any]) -> None:
-        """Add the tokens of one rollout, and keep only the tokens with the highest values.
+        """Add the tokens of one rollout, and keep the `count` tokens with the highest metric values so far.
 
         Args:
             row: the rollout's index.
@@ -54,5 +54,5 @@ class TopTokens:
         self._values, self._places = merged[best], np.concatenate([self._places, places])[best]
 
     def places(self) -> list[TokenPlace]:
-        """Return the `TokenPlace` of each token in this collection, with the highest value first."""
+        """Return the `TokenPlace` of each token in this collection, with the highest metric value first."""
         return [TokenPlace(row, position) for row, position in self._places.tolist()]

@@ -141,7 +141,7 @@ class _Group:
         """
         from torch.distributed import distributed_c10d
 
-        # Type the module as `Any`, because the types in the module differ between torch releases.
+        # Annotate `c10d` as `Any`, because the types in `distributed_c10d` differ between torch releases.
         c10d: Any = distributed_c10d
         group, _ = c10d._new_process_group_helper(
             world_size,

@@ -50,8 +50,8 @@ async def checkpoint_folder(weights: Any) -> AsyncGenerator[str, None]:
 
     Args:
         weights: a path or a model, checked by `check_path_or_model`. If the path is a directory on this
-            machine, the yielded name is the absolute path. Any other path is yielded unchanged, because the
-            path may exist only on the engine's machine.
+            machine, the function yields the directory's absolute path. The function yields any other path
+            unchanged, because the path may exist only on the engine's machine.
     """
     if isinstance(weights, str | os.PathLike):
         path = os.fspath(weights)

@@ -47,9 +47,9 @@ class EngineControl:
         A sidecar or a gateway is not an engine.
 
         Raises:
-            InvalidInputError: the server is not an engine, or the transport cannot reach all ranks of the
-                engine.
-            SglangToppError: the server does not answer, or refuses the key.
+            InvalidInputError: the server is not an engine, or the transport cannot send weights to all ranks
+                of the engine.
+            SglangToppError: the server does not answer, or rejects the client's API key.
         """
         try:
             info = await self._http.request_json("GET", "/server_info", timeout_s=self._timeout_s)
@@ -110,12 +110,12 @@ class EngineControl:
         """Tell the engine to load the weights from the folder `path`, which the engine must be able to read.
 
         Raises:
-            SglangToppError: the update failed, and the engine's weights are unknown. SGLang reports that it
-                rolled back to the earlier weights, but the rollback loads the new folder again.
+            SglangToppError: the update failed, and the engine's weights are unknown. SGLang's error message
+                claims a rollback to the original weights. In fact, SGLang loads the new folder again.
         """
-        # This request must not ask for a flush of the KV cache, because SGLang before 0.5.22 exits if a flush
-        # within an update fails. `push_to_fleet` flushes the cache in separate requests, before and after the
-        # update.
+        # The update request must not ask SGLang to flush the KV cache, because SGLang before 0.5.22 exits if
+        # a flush within an update fails. `push_to_fleet` flushes the cache in separate requests, before and
+        # after the update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         await self._update("/update_weights_from_disk", body)
 
@@ -163,7 +163,7 @@ class EngineControl:
         await self._update("/update_weights_from_distributed", body)
 
     async def leave_group(self, name: str) -> None:
-        """Tell every rank of the engine to leave the torch process group with this name."""
+        """Tell every rank of the engine to leave the torch process group `name`."""
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:

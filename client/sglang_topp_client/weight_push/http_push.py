@@ -1,4 +1,4 @@
-"""Send a model's tensors over HTTP to every engine of a fleet; each request holds one bucket."""
+"""Send a model's tensors over HTTP to every engine of a fleet, one bucket of tensors per request."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ A tensor above this size forms its own bucket.
 
 
 def check_model_or_tensors(weights: Any) -> None:
-    """Raise InvalidInputError unless `weights` is a transformers model or an iterable of pairs."""
+    """Raise InvalidInputError unless `weights` is a transformers model or (name, tensor) pairs."""
     if callable(getattr(weights, "state_dict", None)):
         check_model(weights)
         if getattr(weights, "hf_quantizer", None) is not None:

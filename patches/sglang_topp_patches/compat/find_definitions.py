@@ -81,7 +81,7 @@ class PackageSource:
     def elsewhere(self, target: str) -> tuple[str, ...]:
         """Return the dotted paths of all other definitions with the name of `target`, sorted by file.
 
-        The name is the part of `target` after the last dot. The search covers functions and classes at a
+        The name of `target` is the part after the last dot. The search covers functions and classes at a
         module's top level and within a class.
         """
         name = target.rpartition(".")[2]

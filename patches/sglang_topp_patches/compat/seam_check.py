@@ -40,8 +40,9 @@ class Status:
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
-        checks: one check per seam; empty if the release is not supported.
-        problems: every reason why this process refuses requests for sets; empty if it serves sets.
+        checks: one check per seam, which is an SGLang function or class that the patch set depends on; empty
+            if SGLang is not installed, or if the installed release is not supported.
+        problems: every reason why this process refuses requests for sets; empty if the process serves sets.
     """
 
     sglang_version: str

@@ -1,7 +1,7 @@
 """List every SGLang function that the patch set depends on, in groups by feature and release.
 
 A seam is an SGLang function that the patch set wraps or calls. `seam_check` verifies at startup that each
-seam exists, and that it takes the parameters that the hooks rely on. This module lists the seams in groups.
+seam exists and has the parameters that the hooks rely on. This module lists the seams in groups.
 For each SGLang release, `compat.releases` selects the groups of seams that exist in the release.
 """
 

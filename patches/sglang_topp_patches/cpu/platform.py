@@ -1,4 +1,4 @@
-"""An SGLang platform that serves on a CPU, on machines without an accelerator.
+"""An SGLang platform plugin that runs SGLang on the CPU of a machine without an accelerator.
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
 parses arguments, so `--device cpu` comes too late. SGLang never chooses this CPU platform automatically. So
@@ -68,7 +68,7 @@ def register() -> None:
     from sglang.srt.server_args import ServerArgs
 
     # SGLang 0.5.12 does not ask the platform for the device, so the hook `_name_device` sets the device. The
-    # hook is not installed on newer releases without `_handle_missing_default_values`.
+    # hook is installed only if SGLang has `_handle_missing_default_values`. Some newer releases lack it.
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)

@@ -45,7 +45,8 @@ class FirstToken:
 
     Attributes:
         token_id: the id of the first token.
-        inputs: the request's inputs on the prefill server, from `input_comparison.first_token_inputs`.
+        inputs: the inputs of the prefill server's request, as `input_comparison.first_token_inputs` returns
+            them.
         entry: the first token's candidate set, or the reason why the set is missing.
         prompt: a tuple that begins with None, and then has one candidate set for each prompt position with a
             log-prob. The tuple is empty if there are no prompt sets.
@@ -58,7 +59,7 @@ class FirstToken:
 
     @property
     def num_candidates(self) -> int:
-        """The total number of candidates in the set of the first token and the sets of the prompt."""
+        """The total number of candidates in the first generated token's set and the prompt's sets."""
         return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
 
     def to_bytes(self) -> bytes:
@@ -138,10 +139,11 @@ class _Question:
 class PrefillSets:
     """A prefill server's store of candidate sets that no decode server has fetched yet.
 
-    The store also holds the requests of decode servers that still wait for sets. All methods must be called
-    from one event loop. The store delivers a request's sets once, and only to a decode server whose request
-    has the same inputs. All candidates in the store count against the memory budget of the HTTP process. If
-    the process exceeds the budget, the store may replace a request's sets with an error message.
+    The store also holds the decode servers' pending requests for sets. All methods must be called from one
+    event loop. The store delivers a request's sets once, and only to a decode server whose request has the
+    same inputs as the prefill server's request. All candidates in the store count against the memory budget
+    of the HTTP process. If the process exceeds the budget, the store may replace a request's sets with an
+    error message.
     """
 
     def __init__(self, in_flight: InFlight, kept_s: float = KEPT_S) -> None:
@@ -174,7 +176,7 @@ class PrefillSets:
                     del self._expected[room]
 
     def put(self, room: int, first: FirstToken) -> None:
-        """Send the sets in `first` to the decode server that waits for them, or store `first` under `room`.
+        """Send `first` to a decode server that waits for it. If none waits, store `first` under `room`.
 
         The store drops an earlier `FirstToken` of the same bootstrap room.
         """
@@ -196,7 +198,7 @@ class PrefillSets:
         asyncio.get_running_loop().call_later(self._kept_s, self._drop, room, account)
 
     def note_request_without_sets(self, room: int) -> None:
-        """Record that the prefill server's request with a bootstrap room does not ask for sets.
+        """Record that a bootstrap room's request asks for no sets on the prefill server.
 
         If a decode server asks for the sets of this bootstrap room, the store answers that the input
         `top_logprobs_p` differs on the two servers.
@@ -211,9 +213,9 @@ class PrefillSets:
         """Wait for the sets of a bootstrap room, and remove the sets from the store.
 
         Returns:
-            A `FirstToken`, or None if no sets arrive within `wait_s` seconds. If `inputs` differ from the
-            inputs of the prefill server's request, `take` returns the names of the inputs that differ. The
-            sets then stay in the store.
+            A `FirstToken` if `inputs` equal the inputs of the prefill server's request. If some inputs
+            differ, `take` instead returns the names of these inputs, and the sets stay in the store. If no
+            sets arrive within `wait_s` seconds, `take` returns None.
         """
         if room in self._entries:
             first, account = self._entries[room]

@@ -113,8 +113,8 @@ class PrefillServer:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
-            first_entry: a function that returns two values. The first is the first token's `Entry`. The
-                second is a tuple of candidate sets, one for each prompt position that has a log-prob.
+            first_entry: a function that returns the values for the fields `entry` and `prompt` of a
+                `FirstToken`.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())

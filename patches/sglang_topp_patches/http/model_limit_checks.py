@@ -209,8 +209,8 @@ def _check_lists(field: Callable[[str], Any], limits: ModelLimits) -> int:
         value = field(name)
         if name == "lora_id" and count is not None and isinstance(value, str):
             raise InvalidInputError(f"{name}: got {value!r}, expected one for each of {count} prompts")
-        # If the request's only prompt is not in a list, this field must not hold a list. SGLang would send
-        # the list to the scheduler without a check.
+        # If `count` is None, the request's only prompt is not in a list, and the field `name` must not hold a
+        # list either. SGLang would send the list to the scheduler without a check.
         if isinstance(value, list) and len(value) != count:
             expected = "one value" if count is None else f"one value, or one for each of {count} prompts"
             raise InvalidInputError(f"{name}: got a list of {len(value)}, expected {expected}")

@@ -110,7 +110,7 @@ def collect_sets(
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Copy the patch set's fields from the OpenAI call to SGLang's request, and return a set collector.
+    """Copy the patch set's fields from the OpenAI call to SGLang's request, and return a new `_Collector`.
 
     Return None if the OpenAI call asks for no sets.
     """

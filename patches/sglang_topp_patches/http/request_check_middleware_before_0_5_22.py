@@ -34,7 +34,7 @@ class OlderReleaseMiddleware:
         self._app, self._process = app, process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection: add the status to the answer, refuse the request, or pass it on."""
+        """Handle one ASGI connection: report the patch set's status, refuse the request, or call the app."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))

@@ -187,9 +187,9 @@ class _RequestedSets:
     def to_scheduler(self, i: int, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a prompt's sampling parameters with two additions: the patch set's fields, and `cost`.
 
-        The scheduler's memory budget counts each candidate of the prompt as `cost` candidates. Only
-        `to_scheduler` writes `cost` into a request's parameters. A request without a cost therefore bypassed
-        the HTTP checks, and the scheduler refuses the request (`scheduler.refuse_unchecked_requests`).
+        To charge its memory budget, the scheduler multiplies a request's number of candidates by `cost`. Only
+        `to_scheduler` writes `cost` into a request's parameters. A request without `cost` must have bypassed
+        the HTTP checks, so the scheduler refuses the request (`scheduler.refuse_unchecked_requests`).
         """
         custom = sampling_params.get("custom_params") or {}
         asked: dict[str, Any] = {NUCLEUS: True} if self.nucleus[i] else {}

@@ -116,8 +116,8 @@ class ResponseAccumulator:
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
         """Count the sample's candidates in the HTTP call's counter, including those that already arrived.
 
-        If the HTTP call is ended early, the accumulator frees the sets and calls `abort`. The callback
-        `abort` stops the sample in the scheduler.
+        The limit on candidates in flight or a stalled client may end the HTTP call early. The accumulator
+        then frees the sets and calls `abort`. The callback `abort` stops the sample in the scheduler.
         """
         if call is not None and self._call is None:
             self._call, self._account = call, call.open_account(in_flight)

@@ -180,7 +180,11 @@ def _is_requested(reason: Any) -> bool:
 
 
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: send all tokens of a retracted, then aborted request."""
+    """AROUND hook on `Scheduler.send_abort_output`: also send the tokens of an aborted request.
+
+    The hooked function itself sends no tokens. A waiting request already has tokens if SGLang retracted the
+    request earlier.
+    """
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
@@ -215,7 +219,7 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
-    # SGLang searches at most `num_tokens` tokens at the end of the answer for stop strings.
+    # To find a stop string, SGLang searches at most the last `num_tokens` tokens of the answer.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
     missing = min(num_tokens - len(self.output_ids), count)
     if missing <= 0:

@@ -157,7 +157,7 @@ class Call:
         self._at_end.append(callback)
 
     def close(self) -> None:
-        """Subtract the call's candidates from the process's count.
+        """Subtract the HTTP call's candidates from the process's total of candidates in flight.
 
         `Guard` calls this method after the answer has been sent or has failed. The `Call` and the objects of
         its samples form a reference cycle. Without `close`, only the garbage collector would free these
@@ -310,7 +310,7 @@ def misplaced(body: Any) -> str | None:
 
 
 def _asked_at(body: bytes) -> list[str]:
-    """Return the dotted paths of a body's fields that ask for sets or resume an answer."""
+    """Return the dotted paths of the patch set's fields that a body sets, including `resumed_tokens`."""
     # JSON escapes (`\u`) can hide a field's name, so a body with escapes is parsed too.
     if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
@@ -380,7 +380,7 @@ def _refusal(path: str, message: str, place: str) -> Response:
 
 
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
-    """Return a `send` that sends a body with sets in pieces, and disconnects a client that stops reading.
+    """Return a `send` that splits a body with sets into pieces, and disconnects a client that stops reading.
 
     Each piece of a body is sent only after the client has taken the previous piece. After the last piece, an
     empty piece ends the body. The HTTP call's candidates therefore count against the memory budget until the

@@ -67,7 +67,7 @@ _PER_TOKEN = (
 
 
 def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take the patch set's keys out of the message.
+    """BEFORE hook on `TokenizerManager._handle_batch_output`: take sets out of a scheduler's message.
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
@@ -161,7 +161,7 @@ def write_sets(
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: answer each error with its status.
+    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: set each error's HTTP status.
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """

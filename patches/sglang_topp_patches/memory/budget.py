@@ -2,8 +2,8 @@
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
 request that exceeds a limit ends with an error, and its sets are freed. The error message names the exceeded
-limit. If the limit for one sample is exceeded, the error message also says how many token positions are
-within the limit.
+limit. If one sample exceeds its limit, the error message also says how many token positions with sets of this
+size the limit allows.
 
 Each of SGLang's processes counts the candidates that it holds. A sample's candidates stay in the scheduler's
 count until the scheduler has sent the candidates to the HTTP process. The candidates of an HTTP call stay in
@@ -169,7 +169,7 @@ class Account:
 
     @property
     def has_owner(self) -> bool:
-        """Whether the candidates have an owner, which is a request or an HTTP call."""
+        """Whether the candidates belong to a request or to an HTTP call."""
         return self._end is not None
 
     def add(self, candidates: int, positions: int = 1) -> None:
@@ -187,14 +187,17 @@ class Account:
             self._in_flight.end_largest()
 
     def end(self, reason: str) -> None:
-        """Close this `Account`, and end its request or HTTP call. Do nothing if this `Account` is closed."""
+        """Close this `Account`, and end the request or HTTP call whose candidates the `Account` counts.
+
+        Do nothing if this `Account` is closed.
+        """
         if not self.is_closed:
             self.close()
             if self._end is not None:
                 self._end(reason)
 
     def close(self) -> None:
-        """Subtract the candidates from the process's total. Do nothing if this `Account` is closed."""
+        """Subtract this `Account`'s candidates from the process's total. Do nothing on later calls."""
         if not self.is_closed:
             self.is_closed = True
             self._in_flight.total -= self.candidates

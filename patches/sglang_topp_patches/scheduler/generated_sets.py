@@ -122,8 +122,8 @@ class GeneratedSets:
     Attributes:
         rows: the pass's rows, as recorded when SGLang built the pass's `ForwardBatch`.
         sets: each row's set at its threshold p; None if no row has a threshold.
-        weight_version: the weight version with which the pass ran.
-        drawn: the sets of tokens that the sampler could draw, one for each row in `rows.drawn`; None if no
+        weight_version: the version of the weights that the pass used.
+        drawn: one set for each row in `rows.drawn`, with the tokens that the sampler could draw; None if no
             row asks for such a set.
     """
 
@@ -142,7 +142,7 @@ class GeneratedSets:
         )
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> GeneratedSets:
-        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),

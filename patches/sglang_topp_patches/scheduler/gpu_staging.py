@@ -218,7 +218,8 @@ class StagedSets:
     Attributes:
         area: the staging area, which holds the sets of R rows.
         kept: the tensors from which the host can extract the sets again.
-        rows: the ascending indices of these R rows in the pass. All other rows of the pass have empty sets.
+        rows: the indices of these R rows in the forward pass, in ascending order. All other rows of the pass
+            have empty sets.
         num_rows: the number of all rows of the pass.
         problems: the reason why a row has no exact set, keyed by the row's index in the pass. The result of
             `on_host` also contains the problems that the GPU kernels found.

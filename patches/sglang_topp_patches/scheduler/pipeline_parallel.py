@@ -27,7 +27,10 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 
 
 class PassPart(Protocol):
-    """The interface for the sets of a pass's prompts or generated tokens, on the device or on the host."""
+    """The interface for the sets of one forward pass, either of its prompts or of its generated tokens.
+
+    The sets are in tensors on the device or on the host.
+    """
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
         """Return a copy of this object. Copy each tensor with `copy_tensor`, always in the same order."""
@@ -52,7 +55,7 @@ class PassSets:
     parts: tuple[PassPart, ...]
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassSets:
-        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:

@@ -1,10 +1,10 @@
 """Give each scored prompt a cache namespace, so that the prompt never reads KV of older weights.
 
 A prompt is scored if its request asks for the candidate sets of prompt positions. A scored prompt must not
-read KV that older weights computed. A weight push with `flush_cache=false` leaves KV of the older weights in
-the prefix cache. After the push, requests in flight insert more KV of the older weights into the prefix
-cache. SGLang cannot flush the cache while requests are in flight, so a push with requests in flight must use
-`flush_cache=false`.
+read KV that was computed with older weights. A weight push with `flush_cache=false` leaves KV of the older
+weights in the prefix cache. After the push, requests in flight insert more KV of the older weights into the
+prefix cache. SGLang cannot flush the cache while requests are in flight, so a push with requests in flight
+must use `flush_cache=false`.
 
 From a weight push until the next flush of the cache, each scored prompt uses a cache namespace (SGLang's
 `extra_key`) for the current weights. Prompts that are scored with the same weights still share cached
@@ -47,7 +47,7 @@ _EXTRA_KEY = "sglang_topp_extra_key"
 
 @dataclass(frozen=True)
 class Weights:
-    """The identity of the weights with which a forward pass runs.
+    """The identity of the weights that a forward pass uses.
 
     Attributes:
         push: the number of weight pushes before the forward pass.
@@ -119,7 +119,7 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return the weights that were current when a scored prompt's prefill began, or None before that."""
+    """Return which weights the engine had when a scored prompt's prefill began; None before the prefill."""
     return getattr(req, _WEIGHTS, None)
 
 
@@ -129,7 +129,7 @@ def scores_prompt(req: Any) -> bool:
 
 
 def outside_kv_problem(scheduler: Any) -> str:
-    """Return why a scored prompt may read KV of other weights, or an empty string if no prompt can."""
+    """Return why a scored prompt may read KV that other weights computed, or an empty string if none can."""
     for name in _OUTSIDE:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"

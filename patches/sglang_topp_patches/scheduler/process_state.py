@@ -23,7 +23,7 @@ class StagingCounts:
     rows_taken_again: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Return the counts in the form that `GET /server_info` shows."""
+        """Return the two row counts by name, as `GET /server_info` shows them."""
         return asdict(self)
 
 

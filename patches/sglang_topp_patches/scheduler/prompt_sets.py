@@ -1,7 +1,7 @@
 """Extract the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
 
-SGLang computes the logits of a prompt in chunks, and the hooks extract the sets from each chunk of logits.
-Row `k` of the logits is the distribution of the token after position `k`. With chunked prefill, several
+SGLang may compute the logits of a forward pass in chunks, and the hooks extract the sets from each chunk of
+logits. The logits at prompt position `k` score the token at position `k + 1`. With chunked prefill, several
 forward passes compute the logits of one prompt. If weights are pushed between two forward passes of a prompt,
 the prompt's request ends with an error.
 """
@@ -181,10 +181,10 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 
 
 class PassExtraction:
-    """The prompt sets of one forward pass while they are collected, chunk by chunk.
+    """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
 
-    After a prompt exceeds the limits (`memory.budget`), its later rows get no sets. At p = 1, the prompt sets
-    of one forward pass may hold more candidates than any device can store.
+    After a prompt exceeds the limits (`memory.budget`), the prompt's later rows get no sets. At p = 1, the
+    prompt sets of one forward pass may hold more candidates than any device can store.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
@@ -205,7 +205,7 @@ class PassExtraction:
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
-        """Append the sets of the next rows of the pass.
+        """Append `chunk`, the sets of the forward pass's next scored rows.
 
         A chunk in a staging area (`StagedSets`) keeps its log-probs in GPU memory until the host reads the
         chunk. To limit this memory, `add` leaves at most two chunks in staging areas. From the third chunk
@@ -314,7 +314,7 @@ class PromptSets:
     refused: Mapping[int, bool] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
-        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
@@ -344,7 +344,7 @@ class PromptSets:
             # the prompt again because of a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
-            # A trainer can push weights after the prefill begins, even before the first scored position. The
+            # A trainer can push weights during a prefill, even before SGLang scores the first position. The
             # scored positions then attend to KV that the old weights computed, so refuse the request.
             if (began := weights_of(req)) != self.weights:
                 versions = (began and began.version, self.weights.version)

@@ -106,14 +106,14 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because the status of an `Entry` stays
-            500 if the scheduler does not refuse its request.
+        status: the error's HTTP status. The status must not be 500, because an `Entry` with status 500 does
+            not count as a refusal.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)
     info = req.customized_info = req.customized_info or {}
-    # SGLang sends the elements of `info[KEY]` from index `send_token_offset` on. So `info[KEY]` must have an
-    # element for the next token. If SGLang has not sent the list `info[PROMPT_KEY]` yet, SGLang sends this
+    # SGLang sends only the elements of `info[KEY]` from index `send_token_offset` on. So add an element for
+    # the next token to `info[KEY]`. If SGLang has not sent the list `info[PROMPT_KEY]` yet, SGLang sends this
     # list with the next token.
     info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
     rows = internals().prompt_rows()
@@ -136,8 +136,8 @@ def refuse_prompt(req: Any, *, is_busy: bool) -> None:
 def end_without_set(req: Any) -> None:
     """Extract no more sets for a request, and make SGLang send the request's next token at once.
 
-    SGLang sends the next token without a set. When the HTTP process receives a token without a set, it ends
-    the token's request with an error.
+    This next token has no set. When the HTTP process receives a token without a set, the HTTP process ends
+    the request with an error.
     """
     setattr(req, _REFUSED, True)
     close_account(req)

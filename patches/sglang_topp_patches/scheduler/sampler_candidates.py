@@ -148,7 +148,7 @@ def sample_from_probs(
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
     # If a request of the batch asks for SGLang's own sampling mask, make SGLang return the filtered
-    # probabilities of all rows. For all rows, SGLang returns its own tensor instead of a copy.
+    # probabilities of all rows. To return only some of the rows, SGLang would copy these rows.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:

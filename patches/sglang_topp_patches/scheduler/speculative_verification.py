@@ -115,8 +115,9 @@ class _Verification:
         is_drawn: bool [R' * A, V]. For each slot of the R' requests in `rows.drawn`, `is_drawn` marks the
             tokens that SGLang's sampling kernel could draw. `is_drawn` is None if SGLang called no sampling
             kernel.
-        is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
-            sampling kernel. `is_inside` is None if SGLang called no sampling kernel.
+        is_inside: bool [S], one value per slot: whether the token that was drawn at the slot's node had a
+            probability above 0 in the input of SGLang's sampling kernel. `is_inside` is None if SGLang called
+            no sampling kernel.
     """
 
     def __init__(self, rows: RequestedRows) -> None:
@@ -219,9 +220,10 @@ class VerifiedSets:
         drawn: for each slot of each request in `rows.drawn`, the set of tokens that SGLang's sampling kernel
             could draw; None if `rows.drawn` is empty.
         token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
-        accept_lens: int32 [R], the number of tokens that each request accepted.
-        is_inside: bool [S], whether the token in each slot had a probability above 0 in the input of SGLang's
-            sampling kernel. `is_inside` is None if SGLang called no sampling kernel.
+        accept_lens: int32 [R], the number of tokens that the verification accepted for each request.
+        is_inside: bool [S], one value per slot: whether the token that was drawn at the slot's node had a
+            probability above 0 in the input of SGLang's sampling kernel. `is_inside` is None if SGLang called
+            no sampling kernel.
     """
 
     rows: RequestedRows
@@ -241,7 +243,7 @@ class VerifiedSets:
         )
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> VerifiedSets:
-        """Start copying the sets to the host. SGLang waits for these copies before it calls `consume`."""
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
         return replace(
             self,
             sets=self.sets and self.sets.map(copy_tensor),
@@ -255,8 +257,8 @@ class VerifiedSets:
         """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
 
         SGLang may append only some of the accepted tokens, because a stop condition or a grammar can end the
-        request earlier. Each appended token must equal the token that SGLang accepted in the same slot. If
-        the tokens differ, the `Entry` of the appended token holds the problem instead of a set.
+        request earlier. The n-th appended token must equal the request's n-th accepted token. If these two
+        tokens differ, the `Entry` of the appended token holds the problem instead of a set.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -281,7 +283,7 @@ class VerifiedSets:
             add_entries(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[Span | None, str]]:
-        """Return for each slot `(set, "")`, or `(None, reason)` if the slot has no set."""
+        """Return one pair per slot of the verification: `(set, "")`, or `(None, reason)` without a set."""
         count = len(self.asking) * self.width
         found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
         width, drawn = self.width, self.rows.drawn
@@ -308,7 +310,8 @@ class VerifiedSets:
         """Return why SGLang could not draw the token in a slot, or an empty string if SGLang could draw it.
 
         `is_inside` records whether SGLang's sampling kernel could have drawn the token. If SGLang called no
-        sampling kernel, this method returns an empty string for a greedy request, and a problem otherwise.
+        sampling kernel, this method returns an empty string for a greedy request, and an error message for
+        any other request.
         """
         if self.is_inside is not None:
             token_id = int(self.token_ids[slot])

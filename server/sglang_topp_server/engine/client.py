@@ -95,8 +95,8 @@ class EngineClient:
     async def require_ready(self) -> Model:
         """Return the engine's model, or raise an error if the engine cannot take requests.
 
-        If the engine was ready earlier but does not answer the last probe, this method raises no error. The
-        engine may be too busy to answer.
+        If the engine was ready earlier but did not answer the latest probe, this method raises no error. The
+        engine may have been too busy to answer.
 
         Raises:
             PatchError: the engine is not patched.

@@ -165,7 +165,7 @@ class EngineProbe:
     async def _get_info(self) -> httpx.Response:
         """Request `/server_info` or `/get_server_info`, whichever of the two answered last time.
 
-        If that route answers 404, request the other route.
+        If the requested route answers 404, request the other of the two routes.
         """
         first = await self._http.get(self._info_path)
         if first.status_code != 404:
@@ -178,7 +178,7 @@ class EngineProbe:
         return second
 
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
-        """Return the address and status of each listed worker that answers `/server_info`.
+        """Return the address and status of each worker that the gateway lists and that answers the sidecar.
 
         The result omits a worker that does not answer the sidecar. Perhaps only the gateway can reach such a
         worker, or only the gateway has the worker's key.
@@ -207,7 +207,7 @@ class EngineProbe:
     async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
         """Request one token and its set, and return `status` if the engine returns the token and the set.
 
-        If the request fails, return a status with another phase, and with the reason for the failure.
+        If the request fails, return a status with a phase other than `ready`, and with the failure's reason.
         """
         try:
             await self._generate_one(_TIMEOUT_S)

@@ -73,7 +73,7 @@ class MemoryLimit:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield a new request's `MemoryShare`, and stop counting the share's bytes when the block ends."""
+        """Yield a new request's `MemoryShare`, and stop counting its bytes when the `with` block ends."""
         share = MemoryShare(self)
         self._shares.add(share)
         try:

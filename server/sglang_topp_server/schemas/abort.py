@@ -12,7 +12,7 @@ __all__ = ["AbortAnswer", "AbortBody", "parse_abort"]
 
 
 class AbortBody(BaseModel):
-    """The body of `POST /abort`. It must set either `request_id` or `all`."""
+    """The body of `POST /abort`. A body must set exactly one of `request_id` and `all`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -51,7 +51,7 @@ def num_prompts(prompts: Any) -> int:
 
 
 def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Return an error message that lists every validation error, each after the name of its field."""
+    """Return an error message that lists every validation error with the name of its field."""
     sentences = []
     for problem in error.errors(include_url=False):
         field = ".".join(truncate(str(part), _MAX_NAME_CHARS) for part in problem["loc"])

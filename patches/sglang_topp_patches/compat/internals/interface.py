@@ -43,7 +43,7 @@ class Internals(Protocol):
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two outputs of one forward pass (see `attach`). `current` and `output` may be None."""
+        """Combine two auxiliary outputs of one forward pass (see `attach`). Each of the two may be None."""
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.
@@ -80,7 +80,7 @@ class Internals(Protocol):
 
         Args:
             metadata: SGLang's `LogitsMetadata` of the forward pass.
-            indices: SGLang's int64 tensor of the same row indices, on the device.
+            indices: SGLang's int64 tensor on the device, with the row indices that this method returns.
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -94,16 +94,17 @@ class Internals(Protocol):
     def prompt_rows(self) -> list[Any]:
         """Return an empty list, which the scheduler fills with a prompt's candidate sets.
 
-        The list belongs to a request's `customized_info`. SGLang sends the whole list to the HTTP process in
-        one message. SGLang would split an ordinary list by token position, and send each part with its
-        tokens.
+        The list belongs to a request's `customized_info`. SGLang would split a plain Python list by token
+        position, and send each part with its tokens. The returned list is of a special type, which SGLang
+        sends to the HTTP process as a whole, in one message.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """Add missing keys to `customized_info`, so that all requests of one message have the same keys.
+        """Add missing keys to `customized_info`, so that all `reqs` have the same keys.
 
-        If two requests of a message had different keys in `customized_info`, SGLang up to 0.5.14 would
-        deliver one request's values to another request.
+        The scheduler sends the new tokens of `reqs` in one message. If two requests in this message had
+        different keys in `customized_info`, SGLang up to 0.5.14 would deliver one request's values to another
+        request.
         """
 
     # -- Hooks in the HTTP process call the following methods.

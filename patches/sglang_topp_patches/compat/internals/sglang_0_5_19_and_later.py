@@ -88,7 +88,7 @@ class Sglang0523:
         return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the row indices as a sequence on the host.
+        """Return the indices of the logits rows that score prompt tokens, as a sequence on the host.
 
         SGLang 0.5.21 and later keep a copy of the row indices on the host. Before 0.5.21, SGLang keeps the
         row indices only on the device, so this method waits for the device.
@@ -153,7 +153,8 @@ class SentOnce(list[Any]):
 
     For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
     slice are the positions of the new tokens. A `SentOnce` ignores the bounds. Slicing a `SentOnce` removes
-    all of its values, and returns a list with one entry: the list of the removed values.
+    all of its values, and returns a list with one entry: the list of the removed values. Slicing an empty
+    `SentOnce` returns an empty list.
     """
 
     def __getitem__(self, part: Any) -> Any:
@@ -171,7 +172,8 @@ class Sglang0521(Sglang0523):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Import the sampling kernel's module.
 
-        On CUDA devices, the module belongs to SGLang. On other devices, the module belongs to `sgl_kernel`.
+        On CUDA devices, SGLang contains the sampling kernel. On other devices, the package `sgl_kernel`
+        contains the sampling kernel.
         """
         from sglang.srt.utils.common import is_cuda
 

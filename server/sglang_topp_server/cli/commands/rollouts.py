@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 def _print_summary(path: str) -> None:
     """Print the summary of the rollouts at `path`.
 
-    If a file is truncated or corrupt, summarize the rollouts before the damage, then raise the error.
+    If a file is truncated or corrupt, summarize the rollouts that precede the damage, then raise the error.
 
     Raises:
         InvalidInputError: a directory has no Parquet files.
