@@ -69,8 +69,8 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     """Check that `values` is a 1-D array or list of integers, possibly empty. Return int64 [k].
 
     Raises:
-        InvalidInputError: `values` is not a 1-D array of integers. The error message contains the text
-            `expected`, which describes the valid values.
+        InvalidInputError: `values` is not a 1-D array of integers. The error message contains
+            `expected`, the caller's description of the valid values.
     """
     try:
         array = to_numpy(values)

@@ -103,8 +103,8 @@ class SupportIndex:
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
 
-        `order` is the permutation that sorts the field `ids`. In the result, `positions[i]` is the position
-        of the candidate `ids[i]`.
+        `order` is the permutation that sorts the field `ids`. `positions[i]` is the position, from 0 to
+        T - 1, whose set has the candidate `ids[i]` of the result.
         """
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)

@@ -101,7 +101,7 @@ class AbortDelivery:
             self._keeper.add_done_callback(self._kept)
 
     async def _keep(self) -> None:
-        """Keep the loop alive while aborts are pending or expected, and ignore cancellation.
+        """Keep the event loop running until all aborts have ended, even if this task is canceled.
 
         When `asyncio.run` ends, it cancels the running tasks, and waits only for these tasks. A canceled
         abort starts again in a new task, and `asyncio.run` does not wait for this new task. But `asyncio.run`

@@ -250,9 +250,8 @@ class HttpClient:
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
         """Return whether a GET request gets response headers, with any status, within `timeout_s`.
 
-        The result is also True if the connection fails within `timeout_s`, because the server may still work
-        on earlier requests. For example, a server that is shutting down refuses new connections, but still
-        finishes its requests.
+        Also return True if the connection fails within `timeout_s`. A server that is shutting down refuses
+        new connections, but still finishes its earlier requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):

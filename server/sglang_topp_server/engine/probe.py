@@ -72,10 +72,7 @@ class EngineStatus:
 
     @property
     def survives_grammars(self) -> bool:
-        """Return whether the engine survives a grammar that forbids every next token.
-
-        The value comes from the patch set's last report.
-        """
+        """Return whether the engine survives a grammar that forbids every next token, by its last report."""
         return self.patch.get("sanitizes_logits") is True
 
     @property

@@ -94,9 +94,9 @@ class Internals(Protocol):
     def prompt_rows(self) -> list[Any]:
         """Return an empty list, which the scheduler fills with a prompt's candidate sets.
 
-        The list belongs to a request's `customized_info`. SGLang would split a plain Python list by token
-        position, and send each part with its tokens. The returned list is of a special type, which SGLang
-        sends to the HTTP process as a whole, in one message.
+        The scheduler puts the list into a request's `customized_info`. SGLang would split a plain Python list
+        by token position, and send each part with its tokens. The returned list is of a special type, which
+        SGLang sends to the HTTP process as a whole, in one message.
         """
 
     def align(self, reqs: Sequence[Any]) -> None:
