@@ -126,7 +126,7 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the `SupportIndex` of `candidates`, and whether value checks may wait for the device.
+        """Return the `SupportIndex` of `candidates`, and whether the host may wait for the device in checks.
 
         If `candidates` is a `CandidateTensors`, the first call stores the `SupportIndex` in it. Later calls
         with the same `shard` and `smallest` return the stored `SupportIndex`, without work on the host and
