@@ -89,9 +89,10 @@ def run() -> None:
 def _entropy(sets: CandidateSets) -> float:
     """Return the sets' entropy in bits, as if sizes, ids, log-probs, and sampled tokens were independent.
 
-    The estimate splits an id into a power of two and a random offset, and a log-prob into an exponent and 23
-    random bits. The estimate counts no bits for the order within a set, because sets are sorted by log-prob,
-    then id.
+    The estimate splits an id into a power of two and an offset, and a log-prob into an exponent and the 23
+    lower bits. The estimate counts all bits of the offset and all 23 lower bits, as if these bits were
+    random. The estimate counts no bits for the order within a set, because sets are sorted by log-prob, then
+    id.
     """
     power = np.floor(np.log2(sets.token_ids + 1.0))
     exponents = sets.logprobs.view(np.uint32) >> 23

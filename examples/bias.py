@@ -162,9 +162,10 @@ def gradient_cosines(
     """Return, for each loss in `WAYS`, the cosines of its negative gradient with two exact gradients.
 
     All four losses use the same trajectories, `num` in all. The result maps the name of each loss to two
-    cosines. `sampled` compares the loss's negative gradient with the gradient of the sampler's expected
-    reward. The gradient of the sampler's expected reward treats the current candidate sets as constants.
-    `policy` compares the loss's negative gradient with the gradient of the expected reward at top-p 1.
+    cosines, with the keys `sampled` and `policy`. The cosine `sampled` compares the loss's negative gradient
+    with the gradient of the sampler's expected reward. The gradient of the sampler's expected reward treats
+    the current candidate sets as constants. The cosine `policy` compares the loss's negative gradient with
+    the gradient of the expected reward at top-p 1.
     """
     logits_VV = all_logits(policy)
     mask_VV = nucleus_mask(logits_VV, top_p)

@@ -38,6 +38,7 @@ from sglang_topp_client import AsyncRolloutClient, Rollout, save_rollouts
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 TINY_ENGINE = ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
+TINY_ENGINE += ["--sleep-on-idle"]  # without this option, an idle engine takes a core from the others
 PR_SET_PDEATHSIG = 1
 
 

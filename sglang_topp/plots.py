@@ -120,9 +120,11 @@ def ratios(
     *,
     masked_new: ArrayLike | None = None,
 ) -> Axes:
-    """Draw the histogram of importance ratios without replay, and with replay if `masked_new` is given.
+    """Draw a histogram of importance ratios without replay, and one with replay if `masked_new` is given.
 
-    With and without replay, the denominator of a token's ratio is the sampler's probability of the token,
+    Without replay, the numerator of a token's ratio is the trainer's probability of the token over the whole
+    vocabulary, `exp(new)`. With replay, the numerator is the trainer's probability over the candidate set,
+    `exp(masked_new)`. In both histograms, the denominator is the sampler's probability of the token,
     `exp(old - sets.logprob_sum)`.
 
     Args:

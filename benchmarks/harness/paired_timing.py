@@ -65,9 +65,10 @@ def compare_counts(
     target: float | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Print each contender's count, and the first contender's count divided by this count.
+    """Print each contender's count, and a comparison with the first contender.
 
-    A count, such as a number of bytes, is the same in every round, so each count is measured only once.
+    The comparison is the first contender's count divided by the contender's own count. A count, such as a
+    number of bytes, is the same in every round, so each count is measured only once.
     """
     values = {label: [float(count)] for label, count in counts.items()}
     return _print_and_record(

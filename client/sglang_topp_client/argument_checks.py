@@ -106,7 +106,7 @@ def seconds(name: str, value: Any) -> float:
     """Return `value` as a float. `value` must be a finite number above 0, and not a boolean.
 
     Raises:
-        InvalidInputError: `value` is not a number, is a boolean, or is not finite and above 0.
+        InvalidInputError: `value` is not a number, is a boolean, is not finite, or is not above 0.
     """
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

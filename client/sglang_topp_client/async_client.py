@@ -362,7 +362,7 @@ class AsyncRolloutClient:
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
-            return_exceptions: as for `generate`; the list has one entry per rollout.
+            return_exceptions: as for `generate`; the returned list has one entry per rollout.
 
         Returns:
             The continued rollouts, in the order of `rollouts` and with unchanged indices.
@@ -378,9 +378,9 @@ class AsyncRolloutClient:
         def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
             return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
 
-        # Two of the rollouts can have the same prompt index and the same sample index. A request's prompt
-        # index is therefore the rollout's position in `rollouts`. The code below restores the original
-        # indices.
+        # Two of the caller's rollouts can have the same `prompt_index` and the same `sample_index`. Each of
+        # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
+        # code below gives each result the two indices of the caller's rollout.
         resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
@@ -452,7 +452,7 @@ class AsyncRolloutClient:
             timeout_s: as for `generate`.
             progress: as for `generate`.
             request_id: as for `generate`.
-            return_exceptions: as for `generate`; the list has one entry per sequence.
+            return_exceptions: as for `generate`; the returned list has one entry per sequence.
 
         Returns:
             The scores in the order of the sequences.
@@ -530,7 +530,7 @@ class AsyncRolloutClient:
         pause: PauseMode = "retract",
         timeout_s: float = 600.0,
     ) -> None:
-        """Give every engine new weights: pause generation, update, flush the KV caches, and continue.
+        """Give every engine new weights: pause, flush the KV caches, update, flush again, and continue.
 
         Generation continues only once every engine has the new weights. After any error or a cancellation,
         paused engines stay paused until a push succeeds. Do not push weights from several clients at once. In
@@ -563,8 +563,8 @@ class AsyncRolloutClient:
             InvalidInputError: an argument is wrong, or a URL does not belong to an engine. Nothing was sent.
             WeightPushError: the push failed after the client had begun to send weights. The error's
                 `weight_versions` and message say which weights each engine has, as far as the client knows.
-            SglangToppError: an engine could not be paused, or its cache could not be flushed; no weights were
-                sent.
+            SglangToppError: an engine did not answer, rejected the API key, could not be paused, or failed
+                the flush before the update. No weights were sent.
         """
         if not isinstance(version, str) or not version or not version.isprintable():
             raise InvalidInputError(f"version: got {describe(version)}, expected printable text")

@@ -176,7 +176,7 @@ class WordModel:
                 self._counts[context][following] += 1
 
     def encode(self, words: list[str]) -> list[int]:
-        """Return the token ids of `words`, which must all be in LICENSE."""
+        """Return the token ids of `words`. Each word must occur in the text of the file LICENSE."""
         return [self._ids[word] for word in words]
 
     def logprobs(self, ids: list[int]) -> np.ndarray:

@@ -85,7 +85,11 @@ _Next: Any = object
 
 
 class ReplayHttpServer(_Next):  # type: ignore[misc]  # `Any` as a base class
-    """Mixin for verl's `SGLangHttpServer`: returns sets if a request has the config's sampling parameters."""
+    """Mixin for verl's `SGLangHttpServer` that returns tokens with their candidate sets.
+
+    A request gets sets only if its `temperature`, `top_p`, and `top_k` equal the config's values. A request
+    with another parameter that may change log-probs gets no sets.
+    """
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Launch SGLang, and send one request to check that SGLang returns sets.

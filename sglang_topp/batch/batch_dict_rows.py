@@ -186,7 +186,7 @@ def padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def mask_of(entries: Mapping[str, Any], name: str) -> NDArray[Any]:
-    """Return the mask `name` as integers [B, W], which are 0 exactly where the mask is 0."""
+    """Return the mask `name` as integers [B, W]: 0 where the mask is 0, and nonzero integers elsewhere."""
     mask = padded_field(entries, name)
     if mask.ndim != 2:
         raise InvalidInputError(f"{name}: got shape {list(mask.shape)}, expected a mask [rows, columns]")

@@ -47,8 +47,8 @@ class NestedFieldSpec:
     Args:
         mask: the name of the [B, W] field whose non-zero elements mark the columns to keep.
         pad: the field's value in columns that are not kept.
-        droppable: whether to set all elements to `pad` where the mask is 0. If true, elements where the mask
-            is 0 are never sent.
+        droppable: whether elements other than `pad` are dropped where the mask is 0. If true, `unnest_batch`
+            replaces these elements with `pad`. If false, `unnest_batch` restores these elements exactly.
         columns: the index of the dimension that matches the mask's columns. For example, pass 2 for
             `position_ids` [B, 3, W], which hold three position ids per token.
     """
@@ -91,8 +91,8 @@ class NestedBatch:
             the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a`
             has the name `a.b`.
         outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
-            name maps to the number of columns that have stray values, over all rows. To drop the stray
-            values, set the field's `droppable`.
+            name maps to the number of stray values in the field. Several stray values in the same row and
+            column count as one. To drop the stray values, set the field's `droppable`.
     """
 
     num_rows: int
@@ -242,11 +242,12 @@ def nest_batch(
         batch: a dict or a `tensordict.TensorDict` that maps names to values. A value has one element per row
             if it is a tensor [B, ...] on any device (padded or jagged), a BatchCandidateSets, or a list,
             tuple, or array of B elements. Values of other types or lengths belong to the batch as a whole. In
-            a TensorDict, non-tensor data has one element per row only if it is stacked or is a
-            BatchCandidateSets.
+            a TensorDict, a `NonTensorStack` has one element per row. The value of a `NonTensorData` belongs
+            to the batch as a whole, unless the value is a BatchCandidateSets.
         fields: the padded CPU tensors `[B, W, *rest]` to compress. Each name maps to a `NestedFieldSpec`, or
             to the name of the field's mask. Entries that are not in `fields` are not changed.
-        narrow: send integers and floats in a narrower dtype if the narrower dtype holds every value exactly.
+        narrow: store integers and floats in a narrower dtype, but only if that dtype holds every value
+            exactly. `unnest_batch` restores the field's own dtype.
         strict: raise an error if a tensor with two or more dimensions is not in `fields`.
 
     Raises:

@@ -100,7 +100,7 @@ class _Packing:
     row_lengths: NDArray[np.int64]
 
     def gaps(self) -> NDArray[np.int64]:
-        """Return the indices, in the flattened [N, W] field, of the columns that no sample covers."""
+        """Find the elements that no sample covers, and return their indices in the flattened [N, W] field."""
         first = self.rows * self.width + self.starts
         stop = first + self.lengths[self.order]
         sizes = np.append(first[1:], self.num_rows * self.width) - stop

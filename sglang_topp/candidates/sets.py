@@ -66,9 +66,10 @@ class CandidateSets:
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
-        logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. The
-            log-prob `-inf` (or float32's lowest value, which SGLang writes instead) is allowed only for a
-            sampled token. If `token_ids` is empty, `logprobs=None` stands for an empty array.
+        logprobs: float32 [n], natural log-probs under the full vocabulary, or None if they are unknown. If
+            there are no candidates, `CandidateSets` replaces None with an empty array, so `has_logprobs` is
+            True. The log-prob `-inf` (or float32's lowest value, which SGLang writes instead) is allowed only
+            for a sampled token.
         offsets: int64 [T + 1], `offsets[0] == 0`, never decreasing, `offsets[T] == n`.
         sampled_ids: int32 [T], the sampled token of each position. `NO_TOKEN` is allowed if the position's
             set is empty.

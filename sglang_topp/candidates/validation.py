@@ -201,7 +201,7 @@ def _check_possible(
     is_sampled: NDArray[np.bool_],
     first: int,
 ) -> None:
-    """Check that only sampled tokens have probability 0, and that every non-empty set has a mass above 0."""
+    """Raise an error if a token that was not sampled has probability 0, or if a non-empty set has mass 0."""
     if not len(logprobs) or logprobs.min() > LOWEST:
         return
     if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:

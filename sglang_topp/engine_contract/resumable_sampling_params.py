@@ -23,8 +23,8 @@ RESUMED = "resumed_tokens"
 
 RESUMABLE_PARAMS = frozenset(
     {
-        # Parameters that change each position's distribution in the same way, no matter which request
-        # generated the earlier tokens.
+        # Parameters that change each position's distribution. Their effect does not depend on which request
+        # generated the tokens before the position.
         "temperature",
         "top_p",
         "top_k",
@@ -33,8 +33,8 @@ RESUMABLE_PARAMS = frozenset(
         # The sampler's random noise depends on the seed and on the token's position. Positions are counted
         # from the prompt's first token.
         "sampling_seed",
-        # Parameters that end an answer. Their effect depends only on the answer's last tokens, even if an
-        # earlier request generated these tokens.
+        # Parameters that control where an answer ends. The patch set makes SGLang search for stop strings and
+        # patterns also in the tokens that earlier requests generated.
         "stop",
         "stop_token_ids",
         "stop_regex",

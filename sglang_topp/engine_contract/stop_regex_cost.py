@@ -11,8 +11,8 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 3. The regex has no backreferences, and no verbose syntax (`(?x)`).
 4. The searches for all stop regexes of a request take at most `MAX_STEPS` steps in total. `search_steps`
    counts the ways to match a regex at one start position, and multiplies the count by the number of start
-   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways, and a group in one way for each
-   alternative. The count for a regex is the product of the counts of its quantifiers and groups.
+   positions in the text. A quantifier `{m,n}` can match in n - m + 1 ways. A group with k alternatives can
+   match in k ways. The count for a regex is the product of the counts of its quantifiers and groups.
 
 The number of steps is an upper bound, because `search_steps` also counts combinations of matches that cannot
 occur together. Some harmless regexes are refused, because their upper bound is above `MAX_STEPS`.

@@ -254,7 +254,7 @@ def _values(
 
 @triton.jit
 def _above(keys_T, masses_T, keys_P):
-    """Return two [P, T] tensors: the probability of each value above each pivot, and 1 for each such value.
+    """Compare T values with P pivots, and return the results as two [P, T] tensors.
 
     If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
     element [p, t] of the second tensor is 1. If the value is not above the pivot, both elements are 0.
@@ -284,10 +284,11 @@ def _search(
     lower sort key.
 
     After each round, the values with keys below `low` have a total probability below `limit`, so a value with
-    key `low` is in the nucleus. The values with keys below `high` either have a total probability of `limit`
-    or more, or are all values of non-zero probability. The search ends when at most one value has a key from
-    `low` to `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to
-    `high - 1` are in the nucleus, so the search returns `high` as the cutoff.
+    key `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or
+    more, unless the total probability of all values is below `limit`. In that case, every value of non-zero
+    probability has a key below `high`. The search ends when at most one value has a key from `low` to
+    `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to `high - 1`
+    are in the nucleus, so the search returns `high` as the cutoff.
 
     If there are at most HELD values, the search loads all values once, and keeps them in registers. With more
     than HELD values, the search loads all values again in every round.

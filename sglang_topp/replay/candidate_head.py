@@ -118,17 +118,18 @@ def candidate_logprobs(
               backward pass waits for the device once.
             - a buffer [V, H]: each backward pass adds one gradient row per distinct candidate id to the
               buffer, in place. The buffer has the dtype of `weight`, or float32 (float64 for float64 inputs).
-              The backward pass rounds each updated row of the buffer once. The time and the memory for the
-              gradient of `weight` then depend on the number of candidates, not on V. In each call, pass the
-              current `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is None, set
-              `weight.grad` to zeros first. If the buffer is `weight.grad`, autograd gets None as the gradient
-              of `weight`. Each gradient hook on `weight` then either gets None, or is not called. Pass a
-              buffer only if the code that reduces gradients over ranks reads the same buffer. torch's
-              DistributedDataParallel reads `weight.grad`. The forward pass of DistributedDataParallel may
-              replace `weight.grad`, so read `weight.grad` during or after that forward pass. Megatron's
-              DistributedDataParallel reads `weight.main_grad`. For Megatron, the backward pass sets
-              `weight.grad_added_to_main_grad`, and gives autograd a zero gradient that takes no memory. FSDP
-              reads neither `weight.grad` nor `weight.main_grad`, so use "dense" with FSDP.
+              The backward pass rounds each updated row of the buffer once. With a buffer, the time and the
+              additional memory for the gradient of `weight` depend on the number of candidates, not on V. In
+              each call, pass the current `weight.grad` or Megatron's `weight.main_grad`. If `weight.grad` is
+              None, set `weight.grad` to zeros first. If the buffer is `weight.grad`, autograd gets None as
+              the gradient of `weight`. Each gradient hook on `weight` then either gets None, or is not
+              called. Pass a buffer only if the code that reduces gradients over ranks reads the same buffer.
+              torch's DistributedDataParallel reads `weight.grad`. The forward pass of DistributedDataParallel
+              may replace the tensor `weight.grad` with another tensor. Do not pass a tensor that you got from
+              `weight.grad` before that forward pass. Megatron's DistributedDataParallel reads
+              `weight.main_grad`. For Megatron, the backward pass sets `weight.grad_added_to_main_grad`, and
+              gives autograd a zero gradient that takes no memory. FSDP reads neither `weight.grad` nor
+              `weight.main_grad`, so use "dense" with FSDP.
 
         backend: "torch" runs anywhere. "triton" reads the candidates' LM-head rows without copying the rows,
             and needs an NVIDIA GPU or Triton's interpreter. "auto" uses Triton if possible.

@@ -76,7 +76,7 @@ def gathered_sum(
     out_dtype: torch.dtype,
     chunk: int,
 ) -> Tensor:
-    """Compute `out[s] = sum over the entries e of segment s of weights[e] * source[source_rows[e]]`.
+    """Compute `out[s] = sum(weights[e] * source[source_rows[e]] for each entry e of segment s)`.
 
     Args:
         source: [R, H], of any floating dtype.
@@ -117,7 +117,7 @@ def gathered_sum(
 def gathered_add(
     out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor, *, chunk: int
 ) -> None:
-    """Compute `out[s] += sum over the entries e of segment s of weights[e] * source[source_rows[e]]`.
+    """Compute `out[s] += sum(weights[e] * source[source_rows[e]] for each entry e of segment s)`.
 
     The function changes `out` in place. If segment `s` has no entries, the function neither reads nor writes
     row `s` of `out`. Each changed row is rounded once to the dtype of `out`.
@@ -131,8 +131,8 @@ def gathered_add(
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    # If the dtypes differ, `gathered_sum` also copies rows of `source`. These copies take as much memory as
-    # the sums.
+    # If `source` and `weights` have different dtypes, `gathered_sum` also copies rows of `source`. These
+    # copies take as much memory as the sums.
     step = 2 * chunk if plain else chunk
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):

@@ -90,9 +90,10 @@ def _sum_segments(
     out_RH: Tensor,
     out_row_S: Tensor | None,
 ) -> None:
-    """Write the weighted sum of each segment `s` to row `s` of `out_RH`.
+    """Compute the weighted sum of each segment, and write or add the sum to a row of `out_RH`.
 
-    If `out_row_S` is not None, add the weighted sum of each segment `s` to row `out_row_S[s]` of `out_RH`.
+    If `out_row_S` is None, the function overwrites row `s` of `out_RH` with the sum of segment `s`.
+    Otherwise, the function adds the sum of segment `s` to row `out_row_S[s]` of `out_RH`.
     """
     source = _with_contiguous_rows(source)
     device, width = source.device, source.shape[1]

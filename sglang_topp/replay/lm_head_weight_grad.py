@@ -71,9 +71,11 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
 
 
 class GradientById(torch.autograd.Function):
-    """The bias terms [m] of the candidates' logits.
+    """The autograd node that computes the gradients of the LM head's weight and bias.
 
-    The backward computes the gradients of the LM head's weight and bias.
+    The forward returns the bias of each candidate, [m], or zeros without a bias. `candidate_head` adds the
+    result to the candidates' dot products, and so computes their logits. The backward therefore receives the
+    gradient of the logits.
     """
 
     @staticmethod
@@ -90,8 +92,8 @@ class GradientById(torch.autograd.Function):
     ) -> Tensor:
         ctx.support, ctx.ops, ctx.options = support, ops, options
         ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # Keep a reference to `weight` only if `weight` is a leaf tensor, because the backward reads
-        # attributes only of a leaf.
+        # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
+        # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
         ctx.leaf = weight_VH if weight_VH.is_leaf else None
         ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype

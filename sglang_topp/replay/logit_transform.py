@@ -87,7 +87,8 @@ class LogitTransform:
     def softcap_slope(self, logits_CV: Tensor, part: slice) -> Tensor | None:
         """Return the soft cap's derivative, `1 - tanh^2`, or None without a soft cap.
 
-        The method computes `tanh` as `logits_CV * temperature / softcap`.
+        `logits_CV` holds the logits `softcap * tanh / temperature`. The method therefore computes `tanh` as
+        `logits_CV * temperature / softcap`.
         """
         if self.softcap is None:
             return None

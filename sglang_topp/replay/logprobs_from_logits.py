@@ -208,7 +208,10 @@ def _check_logits(logits: Tensor, targets: Tensor) -> None:
 
 
 class _FromLogits(torch.autograd.Function):
-    """The candidates' logits [m]; if targets are given, also whole-vocabulary log-probs and entropies [T].
+    """The autograd node that gathers the candidates' logits [m] from the logits [T, V].
+
+    If the caller passes targets, the node also computes two values per position over the whole vocabulary:
+    the target's log-prob, and, if `entropy` is True, the entropy.
 
     The backward builds a single gradient tensor for the logits, and adds the contributions of all three
     outputs to this tensor.

@@ -54,8 +54,9 @@ class Layout:
         format: "thd" or "bshd".
         split: how context parallelism splits the sequences; ignored for `cp_size` 1.
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
-        sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. The zigzag
-            split also pads each sequence to a multiple of `2 * cp_size`.
+        sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. With the
+            zigzag split and `cp_size` above 1, each padded length is a multiple of both `sequence_multiple`
+            and `2 * cp_size`.
         padded_length: thd only. The number of tokens in the whole packed stream before the split, including
             all padding. Each rank holds `padded_length / cp_size` tokens. The default is the smallest
             multiple of `cp_size` that holds all padded sequences.
@@ -149,7 +150,11 @@ class Layout:
     def _padding_of_rows(
         self, attention_mask: ArrayLike | None, lengths: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Return the padding before each row's tokens, and each padded length, in columns, both int64 [B]."""
+        """Return `(before, padded)`, both int64 [B], from the attention mask.
+
+        `before[b]` is the number of padding columns before the tokens of row `b`. `padded[b]` is the total
+        number of columns of row `b`.
+        """
         if attention_mask is None:
             raise InvalidInputError(
                 "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"

@@ -157,8 +157,9 @@ class _SupportSoftmax(torch.autograd.Function):
         if match.is_absent is None:
             _check_finite(logprobs_T)
         else:
-            # Set NaN at every position whose set lacks the target. If such a set has two or more candidates,
-            # its position already has NaN. If the set has one candidate, its position still scores 0.
+            # A position must score NaN if its set lacks the target. If the set has two or more candidates,
+            # `log_total_A` has already made the score NaN. If the set has one candidate, the score is 0 so
+            # far, and the next line replaces the 0 with NaN.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None

@@ -101,16 +101,16 @@ class SupportIndex:
 
     @functools.cached_property
     def by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's candidates, sorted by id: `(ids, order, positions)`, all int64 [m].
+        """This rank's candidates, sorted by id: `(sorted_ids, order, sorted_positions)`, all int64 [m].
 
-        `order` is the permutation that sorts the field `ids`. `positions[i]` is the position, from 0 to
-        T - 1, whose set has the candidate `ids[i]` of the result.
+        `order` is the permutation that sorts the field `ids`. In sorted order, candidate `i` has the column
+        `sorted_ids[i]` in this shard, and is in the set of the position `sorted_positions[i]` (0 to T - 1).
         """
         ids, order = self.ids.sort(stable=True)
         return ids, order, self.positions.index_select(0, order)
 
     def per_entry(self, values_A: Tensor) -> Tensor:
-        """Return [m]: the value in `values_A` for the position of each held candidate.
+        """Return [m]: for each held candidate, the element of `values_A` for the candidate's position.
 
         The method uses `index_select`, because `values_A[...]` would start all of torch's CPU threads.
         Starting the CPU threads takes longer than copying thousands of numbers.
@@ -126,11 +126,14 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return the `SupportIndex` of `candidates`, and whether the host may wait for the device in checks.
+        """Return `(index, may_wait)`: the `SupportIndex`, and whether the caller may wait for the device.
 
         If `candidates` is a `CandidateTensors`, the first call stores the `SupportIndex` in it. Later calls
         with the same `shard` and `smallest` return the stored `SupportIndex`, without work on the host and
         without waiting for the device.
+
+        `may_wait` is False if an earlier call stored the index, and the device is not a CPU. The caller
+        should then skip checks that make the host wait for the device.
 
         Args:
             device: the device of the index. `candidates` of type `CandidateTensors` must be on this device.
@@ -164,10 +167,12 @@ class TargetMatch:
     def of(cls, support: SupportIndex, targets: Tensor, *, may_wait: bool) -> TargetMatch:
         """Find each position's target among the position's candidates, and skip positions with empty sets.
 
-        `targets` holds integers [T].
+        `targets` holds integers [T]. If `may_wait` is True, the method waits for the device, and checks that
+        each target is in its set. If `may_wait` is False, the method does not wait. The field `is_absent` of
+        the result then shows which sets lack their target.
 
         Raises:
-            InvalidInputError: a target is not in its set, and `may_wait` is True.
+            InvalidInputError: `may_wait` is True, and a target is not in its set.
         """
         sizes = support.span_offsets.diff()
         wanted = torch.repeat_interleave(targets, sizes, output_size=support.num_candidates)

@@ -74,7 +74,7 @@ def check_definition(
         by_id[ids] = logprobs
         np.testing.assert_array_equal(kept, by_id[token_ids])
         mass = np.exp(logprobs.astype(np.float64))
-        above = np.array([mass[mass > each].sum() for each in mass])
+        above = (mass > mass[:, None]) @ mass
         certain, possible = ids[above < p - ROUNDING], ids[above < p + ROUNDING]
         forced = {sampled_ids[t]} if len(ids) else set()
         assert set(certain) <= set(token_ids) <= set(possible) | forced, f"position {t}"

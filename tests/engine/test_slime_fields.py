@@ -162,7 +162,7 @@ def check(engine: Engine, sample: Reader, num_prompt: int = len(PROMPT), **sampl
         for logprob, token_id, _ in answer["meta_info"]["output_top_logprobs"][0]:
             q[token_id] = logprob
         mass = np.exp(q)
-        above = np.array([mass[mass > each].sum() for each in mass])
+        above = (mass > mass[:, None]) @ mass
         row = kept[offsets[t] : offsets[t + 1]].tolist()
         sampled = sample.tokens[place]
         assert len(set(row)) == len(row)

@@ -26,7 +26,8 @@ def reference_logprobs(
 def nucleus(logprobs: np.ndarray, p: float) -> set[int]:
     """Return the ids whose strictly more likely tokens have a mass below p."""
     mass = np.exp(logprobs)
-    return {int(i) for i in range(len(mass)) if mass[mass > mass[i]].sum() < p}
+    above = (mass > mass[:, None]) @ mass
+    return set(np.flatnonzero(above < p).tolist())
 
 
 def is_robust(logprobs: np.ndarray, p: float) -> bool:

@@ -196,7 +196,8 @@ def format_table(results: Sequence[Result], refused: Mapping[str, Mapping[str, s
     if reasons:
         lines.append("")
     for (what, why), releases in sorted(reasons.items()):
-        lines.append(f"- `{what}`, {_format_ranges(releases, [each.release for each in results])}: {why}.")
+        ranges = _format_ranges(releases, [each.release for each in results])
+        lines.append(f"- `{what}` is refused on SGLang {ranges}: {why}.")
     return "\n".join(lines)
 
 

@@ -48,14 +48,15 @@ class GracefulAbort:
         call: Coroutine[Any, Any, None],
         open_orders: Callable[[], Mapping[str, Callable[[], Awaitable[object]]] | None],
     ) -> None:
-        """Run one call to the server. If `self.request()` is invoked, abort the call gracefully.
+        """Run one call to the server until the call ends or is aborted.
 
-        `run` repeats the abort until the call ends. If the server sends nothing for `grace_s` seconds after
-        the abort, `run` cancels the call.
+        The method `request` begins the abort. `run` then sends the abort to the server, and repeats the abort
+        until the call ends. If the server sends nothing for `grace_s` seconds after the abort, `run` cancels
+        the call.
 
         Args:
-            call: a coroutine that makes the call, with its retries. If `self.request()` was invoked before
-                `run`, the coroutine is not started.
+            call: a coroutine that makes the call, with its retries. If the abort began before `run`, the
+                coroutine is not started.
             open_orders: a function that returns a mapping from ids to abort functions. The function for an id
                 asks the server to abort the request with this id. The mapping leaves out requests whose id
                 the client does not know. If no HTTP request is open, `open_orders` returns None, and `run`

@@ -341,8 +341,8 @@ async def _dispatch(
     Raises:
         TimeoutError: the deadline passed before the request ended.
     """
-    # Cancel the calls a little after the deadline, so that `_run` first reports the timeout to the caller.
-    # Canceling the calls may take a second.
+    # At the deadline, `_run` reports the timeout to the caller. Cancel the calls a little later, because
+    # canceling the calls may take a second and would delay the report.
     end = None if deadline is None else deadline + _CALLER_FIRST_S
     with endpoints.aborts_expected():
         async with asyncio.timeout_at(end):

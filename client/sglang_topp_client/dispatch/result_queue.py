@@ -54,8 +54,8 @@ class ResultQueue(Generic[_T]):
     def lift_limit(self) -> None:
         """Remove the limit `max_waiting`.
 
-        After a graceful abort, the caller may take no more results. With the limit, the dispatcher could then
-        wait in `wait_for_room` forever, and the aborted request would never end.
+        After a graceful abort, the caller might stop taking results. With the limit, the dispatcher could
+        then wait in `wait_for_room` forever, and the aborted request would never end.
         """
         self._max_waiting = 1 << 60
         self._has_room.set()

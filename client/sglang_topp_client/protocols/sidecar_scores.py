@@ -77,9 +77,10 @@ class ScoresExchange(SidecarExchange[Score]):
         return self._place(score_from_json(record))
 
     def _place(self, score: Score) -> Score:
-        """Check a score, and set its `sequence_index` to the index in the caller's request.
+        """Check a score, and set its `sequence_index` to the sequence's index in the caller's request.
 
-        The sidecar sends the sequence's index in this POST.
+        In the sidecar's answer, `sequence_index` is the sequence's position in one POST. A POST may hold only
+        some of the caller's sequences.
         """
         at = score.sequence_index
         if at >= len(self._sequences) or (at, 0) in self._finished:

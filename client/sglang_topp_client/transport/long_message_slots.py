@@ -1,9 +1,10 @@
 """LongMessageSlots: limit how many long messages the client reads at the same time, to save memory.
 
-A message of an answer holds all candidate sets of a sample, and can be decoded only after its last byte has
-arrived. Without a limit, the client would hold many incomplete messages in memory when many samples finish at
-the same time. With the limit, the client reads a long message only while the message holds one of
-`max_long_messages` slots. While a message waits for a slot, its unread part stays on the server.
+A server sends each finished sample as one message of its answer. The message holds all candidate sets of the
+sample, and can be decoded only after its last byte has arrived. Without a limit, the client would hold many
+incomplete messages in memory when many samples finish at the same time. With the limit, the client reads a
+long message only while the message holds one of `max_long_messages` slots. While a message waits for a slot,
+its unread part stays on the server.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ class MessageReader:
         self._is_long = self._has_place = False
 
     def note_received(self) -> None:
-        """Record that a part of the answer has arrived.
+        """If the current message is long, record that a part of the message has arrived.
 
-        As long as parts of long messages arrive, the client waits for a slot before it reads another long
-        message; see `LongMessageSlots.enter`.
+        `LongMessageSlots.enter` uses these records: if no part of any long message arrives for 5 s, `enter`
+        stops waiting for a slot.
         """
         if self._is_long:
             self._limit.step()

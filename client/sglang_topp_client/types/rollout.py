@@ -64,9 +64,11 @@ class Rollout:
             rollout has several spans if weights were pushed during a pause, or before the sample was resumed.
             A rollout without sets has None instead of spans, because SGLang's own field `weight_versions` can
             be off by one token for a request without sets.
-        routing_key: the value of the header `X-SMG-Routing-Key` that gateways receive with this prompt. The
-            key's suffix identifies the server that generated the sample, so that `resume` can use that
-            server's prefix cache. If the value is unknown, `routing_key` is an empty string.
+        routing_key: a key that the client chose for the sample's prompt. The client sends the key as the
+            header `X-SMG-Routing-Key` of HTTP requests that hold only this prompt. Gateways send requests
+            with the same key to the same worker. The key's suffix identifies the server that generated the
+            sample, so that `resume` can use that server's prefix cache. If the key is unknown, `routing_key`
+            is an empty string.
         top_logprobs_p: the requested threshold p of the sets, or None if no threshold was requested.
         sampling_params: the sampling parameters that were sent, without `n`, or None if unknown. For a
             resumed sample, this attribute holds the parameters given to `resume`.

@@ -88,7 +88,7 @@ class PositionBands:
         }
 
     def _percentile(self, bin_index: int, q: float) -> float | None:
-        """Return the quantile `q` of the values in one bin as a grid point, or None for an empty bin."""
+        """Return the quantile `q` of one bin's values, rounded to a grid point, or None for an empty bin."""
         seen = np.cumsum(self._counts[bin_index])
         if not seen[-1]:
             return None

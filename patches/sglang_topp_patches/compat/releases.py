@@ -94,15 +94,15 @@ _WITH_PROCESSORS = (
     *seams.LOGPROB_PROCESSORS,
 )
 
-_NO_PLUGINS_IN_WORKERS = {
-    Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins, and cannot run another HTTP application"
-}
+_NO_PLUGINS_IN_WORKERS = {Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins"}
 _BEFORE_0_5_23 = {
     **_NO_PLUGINS_IN_WORKERS,
-    Feature.RESUMED: "SGLang has no function that sends the tokens of a request aborted in the queue",
+    Feature.RESUMED: "SGLang does not send all tokens of a request that is aborted in the scheduler's queue",
 }
-_UNTESTED = {Feature.SPECULATIVE: "it is not tested with this SGLang release"}
-_OTHER_REJECTION = {Feature.REJECTION_SAMPLING: "its sampling kernel is not checked for this SGLang release"}
+_UNTESTED = {Feature.SPECULATIVE: "candidate sets were not tested with speculative decoding"}
+_OTHER_REJECTION = {
+    Feature.REJECTION_SAMPLING: "the kernel of rejection sampling was checked on SGLang 0.5.23 only"
+}
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
     Feature.SAMPLER_SOURCE: "SGLang's sampler does not return the probabilities that it drew from",
@@ -110,7 +110,7 @@ _BEFORE_0_5_20 = {
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,
     Feature.PIPELINE: "SGLang does not send a plugin's output from one pipeline stage to the next",
-    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know the version name of its weights",
+    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know its weight version",
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,

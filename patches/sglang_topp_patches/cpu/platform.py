@@ -39,8 +39,8 @@ def activate() -> str | None:
     """Platform entry point: return the platform's class path if `SGLANG_PLATFORM` selects it, else None.
 
     Raises:
-        PatchError: the machine has an accelerator, or `SGLANG_USE_CPU_ENGINE=1` asks for another platform.
-            The error keeps SGLang from starting.
+        PatchError: `SGLANG_PLATFORM` selects this platform, but the machine has an accelerator, or
+            `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's own CPU engine. The error keeps SGLang from starting.
     """
     if not _is_selected():
         return None
@@ -121,7 +121,7 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
     def get_dispatch_key_name(self) -> str:
         return "native"
 
-    # -- The device: all ranks share one CPU and its memory.
+    # -- The following methods treat the CPU and its memory as one device, which all ranks share.
 
     def get_device(self, device_id: int = 0) -> str:
         # Return a string, because SGLang splits the device's name (`device.split(":")`).

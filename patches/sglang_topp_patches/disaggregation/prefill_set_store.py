@@ -245,8 +245,9 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        If `account` is given, free the sets only if they come from the `put` call that opened this `Account`.
-        The timer of a `put` call therefore never frees the sets of a later `put` call.
+        `put` stores sets with a new `Account`, and starts a timer that calls `_drop` with this `Account`. If
+        `account` is given, `_drop` frees only sets that `put` stored with `account`. The timer of one `put`
+        call therefore never frees the sets of a later `put` call.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

@@ -33,7 +33,12 @@ class ResponseAccumulator:
     """
 
     def __init__(self, cost: int) -> None:
-        """Create an empty accumulator. `cost` is the weight of a candidate in the memory budget."""
+        """Create an empty accumulator.
+
+        Args:
+            cost: the memory budget counts each candidate of the sample `cost` times. `cost` is above 1 for
+                JSON lists, which take more memory than packed arrays.
+        """
         self.num_tokens = 0
         self.first_token_id: int | None = None
         self.generated: list[Span | None] = []
@@ -116,8 +121,9 @@ class ResponseAccumulator:
     def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
         """Count the sample's candidates in the HTTP call's counter, including those that already arrived.
 
-        The limit on candidates in flight or a stalled client may end the HTTP call early. The accumulator
-        then frees the sets and calls `abort`. The callback `abort` stops the sample in the scheduler.
+        The HTTP call may end early, because the process holds too many candidates or because the client stops
+        reading. An HTTP call that ends early frees the accumulator's sets and calls `abort`. The callback
+        `abort` stops the sample in the scheduler.
         """
         if call is not None and self._call is None:
             self._call, self._account = call, call.open_account(in_flight)

@@ -382,9 +382,9 @@ def _refusal(path: str, message: str, place: str) -> Response:
 def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
     """Return a `send` that splits a body with sets into pieces, and disconnects a client that stops reading.
 
-    Each piece of a body is sent only after the client has taken the previous piece. After the last piece, an
-    empty piece ends the body. The HTTP call's candidates therefore count against the memory budget until the
-    client has taken the whole body.
+    Each piece of a body is sent only after the client has taken the previous piece. An empty piece, which is
+    sent last, ends the body. The HTTP call's candidates count against the memory budget until the empty piece
+    has been sent, and therefore until the client has taken the whole body.
 
     Args:
         send: the ASGI server's `send`.

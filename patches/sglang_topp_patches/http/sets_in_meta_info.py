@@ -313,11 +313,12 @@ def merge_chunks(
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
     """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
 
-    If a request is aborted while it waits after a pause, SGLang may already have streamed a part of its
-    answer. SGLang then sends a wrong last chunk, which has the text and the log-probs of the whole answer,
-    but only the answer's last token id. With incremental chunks, all releases send the wrong chunk, and the
-    hook removes the chunk's text and tokens. Without incremental chunks, only releases before 0.5.20 send the
-    wrong chunk, and the hook puts all tokens of the answer into the chunk.
+    When SGLang retracts a running request, for example for a pause, the request goes back to the scheduler's
+    queue. SGLang may already have streamed a part of the request's answer. If the request is aborted in the
+    queue, SGLang sends a wrong last chunk. The wrong chunk has the text and the log-probs of the whole
+    answer, but only the answer's last token id. With incremental chunks, all releases send the wrong chunk,
+    and the hook removes the chunk's text and tokens. Without incremental chunks, only releases before 0.5.20
+    send the wrong chunk, and the hook puts all tokens of the answer into the chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)

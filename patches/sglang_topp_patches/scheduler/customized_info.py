@@ -42,10 +42,12 @@ def add_entries(
 
 
 def lowest_logprob() -> float | None:
-    """Return the highest log-prob that stands for probability 0. None means the dtype's lowest value.
+    """Return the bound at or below which a log-prob stands for probability 0.
+
+    None means that the bound is the lowest value of the log-probs' dtype.
 
     With `SGLANG_SANITIZE_NAN_LOGITS`, which `sglang-topp serve` sets, SGLang replaces logits of -inf with
     -1e30. For greedy rows, SGLang reports the `log_softmax` of the logits. So a token whose logit was -inf
-    has a finite log-prob near -1e30.
+    has a finite log-prob near -1e30, which is below the bound of -1e20.
     """
     return -1e20 if internals().sanitizes_logits() else None

@@ -133,9 +133,10 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Return a copy with all sets on the device, even those that did not fit into the staging area.
+        """Return a copy of this object with complete sets on the device, none of them in a staging area.
 
-        If the sets are in a staging area, this method waits for the device.
+        If the sets are in a staging area, this method waits for the device. If a set did not fit into the
+        staging area, this method extracts the set again.
         """
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()

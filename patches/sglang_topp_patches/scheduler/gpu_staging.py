@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
 
-# A staging area has the capacity for at least 16 rows, so that a few rows of a small batch can have large
-# sets.
+# All rows of a staging area share its capacity, which is proportional to the number of rows. A staging area
+# for fewer than 16 rows gets the capacity for 16 rows, so that a few of its rows can have large sets.
 _LEAST_ROWS = 16
 _BYTES_PER_CANDIDATE = 8
 
@@ -248,7 +248,7 @@ class StagedSets:
         return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
 
     def on_host(self) -> ExtractedSets:
-        """Return the sets from the staging area, which must already be on the host.
+        """Return the complete sets on the host. The tensors of `area` must already be on the host.
 
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
         `on_host` only once, because it frees the tensors in `kept`.

@@ -90,8 +90,9 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
     """Add the sets of first tokens to the requests: AROUND hook on `process_batch_result_disagg_prefill`.
 
-    A prefill server generates only each request's first token. SGLang sends the first token only after it has
-    transferred the request's KV cache. So `process_batch_result_disagg_prefill` sends errors, but no tokens.
+    A prefill server generates only each request's first token. SGLang sends this token to the HTTP process
+    later, after the transfer of the request's KV cache. The hooked function sends no tokens, so the hook can
+    add the sets after the hooked function returns.
     """
     step = _step_of(batch, result)
     try:

@@ -27,16 +27,21 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 
 
 class PassPart(Protocol):
-    """The interface for the sets of one forward pass, either of its prompts or of its generated tokens.
+    """The interface for one part of a forward pass's sets: the prompt sets, or the generated tokens' sets.
 
-    The sets are in tensors on the device or on the host.
+    `PromptSets`, `GeneratedSets`, and `VerifiedSets` implement this interface. The sets are in tensors on the
+    device or on the host.
     """
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:
         """Return a copy of this object. Copy each tensor with `copy_tensor`, always in the same order."""
 
     def settled(self) -> PassPart:
-        """Return a copy of this object with every set on the device. Wait for the device if necessary."""
+        """Return a copy of this object in which no set is in a staging area (`scheduler.gpu_staging`).
+
+        If some sets are in a staging area, this method waits for the device. If a set did not fit into the
+        staging area, this method extracts the set again.
+        """
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Add the sets to the requests of `batch`."""
@@ -59,7 +64,7 @@ class PassSets:
         return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
 
     def settled(self) -> PassSets:
-        """Return a copy of this object with every set on the device. Wait for the device if necessary."""
+        """Return a copy of this object in which no set is in a staging area (see `PassPart.settled`)."""
         return PassSets(tuple(part.settled() for part in self.parts))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:

@@ -119,7 +119,10 @@ class PrefixCache:
 
 
 def weights_of(req: Any) -> Weights | None:
-    """Return which weights the engine had when a scored prompt's prefill began; None before the prefill."""
+    """Return the `Weights` that the engine had when the prefill of the request's prompt began.
+
+    The result is None before the prefill. The result is also None for a request whose prompt is not scored.
+    """
     return getattr(req, _WEIGHTS, None)
 
 
@@ -129,7 +132,10 @@ def scores_prompt(req: Any) -> bool:
 
 
 def outside_kv_problem(scheduler: Any) -> str:
-    """Return why a scored prompt may read KV that other weights computed, or an empty string if none can."""
+    """Return why a scored prompt may read KV of weights other than the current ones.
+
+    Return an empty string if cache namespaces prevent such a read (see `PrefixCache.choose_namespace`).
+    """
     for name in _OUTSIDE:
         if getattr(scheduler, name, False):
             return f"{name}: KV that is stored outside of the engine may come from other weights"

@@ -14,6 +14,8 @@ __all__ = ["SchedulerProcess", "StagingCounts"]
 class StagingCounts:
     """Counters of the rows whose sets this process stages in GPU memory (`scheduler.gpu_staging`).
 
+    A row is one token position of a forward pass.
+
     Attributes:
         rows_staged: number of rows with a set, including the rows whose set did not fit into a staging area.
         rows_taken_again: number of rows whose sets did not fit into a staging area, and were extracted again.
@@ -23,7 +25,10 @@ class StagingCounts:
     rows_taken_again: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Return the two row counts by name, as `GET /server_info` shows them."""
+        """Return `rows_staged` and `rows_taken_again` as a dict.
+
+        `GET /server_info` sums each counter over the schedulers that report their state.
+        """
         return asdict(self)
 
 

@@ -121,7 +121,11 @@ def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -
 
 
 class _Observer:
-    """Extractor of a pass's prompt sets: takes each chunk of logits right after SGLang has computed it."""
+    """The extractor of the prompt sets of one forward pass.
+
+    The hooks call `add` for each chunk of logits right after SGLang has computed the chunk. After the last
+    chunk, the hooks call `finish`.
+    """
 
     def __init__(
         self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor

@@ -53,9 +53,11 @@ def admit(req: Any, in_flight: InFlight) -> None:
 def charge(req: Any, candidates: int, positions: int = 1) -> None:
     """Count a request's new candidates, and refuse the request if its candidates exceed a limit.
 
+    If the request is finished, SGLang is about to send the request's sets. In this case, `charge` subtracts
+    all candidates of the request from the count of candidates in flight.
+
     Args:
-        req: SGLang's `Req`, for which `admit` has been called. If the request is finished, `charge` stops
-            counting the request's candidates, because SGLang is about to send the request's sets.
+        req: SGLang's `Req`, for which `admit` has been called.
         candidates: the number of candidates in the request's new sets. If the request drops sets, pass the
             number of dropped candidates as a negative number.
         positions: the number of token positions of the new sets. If the request drops sets, pass the number

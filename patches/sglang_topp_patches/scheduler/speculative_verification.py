@@ -115,9 +115,9 @@ class _Verification:
         is_drawn: bool [R' * A, V]. For each slot of the R' requests in `rows.drawn`, `is_drawn` marks the
             tokens that SGLang's sampling kernel could draw. `is_drawn` is None if SGLang called no sampling
             kernel.
-        is_inside: bool [S], one value per slot: whether the token that was drawn at the slot's node had a
-            probability above 0 in the input of SGLang's sampling kernel. `is_inside` is None if SGLang called
-            no sampling kernel.
+        is_inside: bool [S], one value for each slot of the requests in `asking`. The value is False if the
+            token that SGLang's sampling kernel drew for the slot had probability 0 in the kernel's input.
+            Such a token gets no set. `is_inside` is None if SGLang called no sampling kernel.
     """
 
     def __init__(self, rows: RequestedRows) -> None:
@@ -221,9 +221,9 @@ class VerifiedSets:
             could draw; None if `rows.drawn` is empty.
         token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
         accept_lens: int32 [R], the number of tokens that the verification accepted for each request.
-        is_inside: bool [S], one value per slot: whether the token that was drawn at the slot's node had a
-            probability above 0 in the input of SGLang's sampling kernel. `is_inside` is None if SGLang called
-            no sampling kernel.
+        is_inside: bool [S], one value for each slot of the requests in `asking`. The value is False if the
+            token that SGLang's sampling kernel drew for the slot had probability 0 in the kernel's input.
+            Such a token gets no set. `is_inside` is None if SGLang called no sampling kernel.
     """
 
     rows: RequestedRows

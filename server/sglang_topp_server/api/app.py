@@ -109,7 +109,7 @@ def create_app(
 
     @app.post("/abort", openapi_extra=_body(AbortBody))
     async def abort(request: Request) -> AbortAnswer:
-        """Abort a request to `POST /rollouts`, or all requests in the engine.
+        """Abort one request by its id, or all requests in the engine.
 
         The field `on_abort` of an aborted request decides what the caller of that request receives. The
         sidecar answers `POST /abort` after the aborted requests have stopped.

@@ -72,7 +72,7 @@ class EngineStatus:
 
     @property
     def survives_grammars(self) -> bool:
-        """Return whether the engine survives a grammar that forbids every next token, by its last report."""
+        """Return whether the engine reported that it survives a grammar that forbids every next token."""
         return self.patch.get("sanitizes_logits") is True
 
     @property

@@ -20,8 +20,9 @@ class Limits:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
             flight from the last byte of its body to the last byte of its answer.
         max_samples: maximum number of samples per request: prompts times `n`.
-        max_body_bytes: maximum bytes of one request body. All bodies larger than 64 KiB together take at
-            most four times `max_body_bytes` of memory. A body that needs more memory than is free must wait.
+        max_body_bytes: maximum bytes of one request body. The sidecar reserves memory for each body larger
+            than 64 KiB: at most four times `max_body_bytes` for all bodies together. A body that needs more
+            memory than is free must wait.
         timeout_s: maximum seconds from a request's headers to the last byte of its answer.
         max_stall_s: maximum seconds by which a request body may fall behind a schedule of 64 KiB/s. A request
             whose body falls further behind gets a 408. If a caller leaves its answer unread for `max_stall_s`

@@ -15,7 +15,10 @@ __all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
-    """The model's vocabulary size and context length, and the maximum lengths of tokens and text prompts."""
+    """The sizes of the engine's model, and the maximum length of a text prompt.
+
+    `max_token_chars` is the number of characters in the tokenizer's longest token.
+    """
 
     vocab_size: int
     context_length: int

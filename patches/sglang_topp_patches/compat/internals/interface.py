@@ -76,11 +76,13 @@ class Internals(Protocol):
         """
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
-        """Return the indices of the logits rows that score prompt tokens, in ascending order.
+        """Return, as a sequence on the host, the indices of the logits rows that score prompt tokens.
+
+        The indices are in ascending order.
 
         Args:
             metadata: SGLang's `LogitsMetadata` of the forward pass.
-            indices: SGLang's int64 tensor on the device, with the row indices that this method returns.
+            indices: int64, the same row indices in a tensor on the device.
         """
 
     def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
