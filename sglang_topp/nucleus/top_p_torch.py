@@ -195,7 +195,8 @@ def _cut(
     stop_R = torch.maximum(stop_R, start_R + 1)
     short_R = stop_R > end_R
     if bound_R is not None:
-        # If a row's bound is `lowest`, all of the row's tokens outside of `values_RM` have probability 0.
+        # No token outside of `values_RM` has a log-prob above its row's bound. If the bound is at most
+        # `lowest`, all these tokens have probability 0.
         short_R &= bound_R > lowest
     stop_R = torch.minimum(stop_R, end_R)
     least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)

@@ -26,7 +26,7 @@ _LISTS = ("trainer_logprobs", "trainer_masked_logprobs")
 
 @dataclass(frozen=True, eq=False)
 class TrainerScores:
-    """A trainer's values for one rollout of T output tokens.
+    """The log-probs and the reward that a trainer computed for one rollout of T output tokens.
 
     Attributes:
         logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.

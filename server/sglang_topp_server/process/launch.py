@@ -21,7 +21,8 @@ __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run"
 
 _POLL_S = 0.1
 _ENGINE_PORT_RANGE = range(10_000, 22_000)
-# The time limit in seconds for the supervisor to kill and reap the engine's processes after the grace period.
+# After the engine's grace period, the supervisor has this many seconds to kill and reap the engine's
+# processes.
 _SUPERVISOR_GRACE_S = 30.0
 _STDERR = 2
 _ENGINE_ENV_DEFAULTS = {
