@@ -30,7 +30,8 @@ THRESHOLDS = (0.8, 0.95, 0.999)
 # Standard deviations of the logits. With 7, the sets are as large as a real model's. With 0.5, the sets hold
 # most of the vocabulary.
 ROWS = {"realistic": 7.0, "flat": 0.5}
-# Only this case has target speedups: (number of rows, vocabulary size, threshold, kind of logits).
+# The only case with target speedups, as a tuple of the number of rows, the vocabulary size, the threshold,
+# and the kind of logits.
 MAIN_CASE = (256, 151_936, 0.95, "realistic")
 STAGED = "stage_top_p, no wait"
 # Before a timed call, a sleep kernel occupies the GPU for this many clock cycles, about 10 ms at 2 GHz. Every
@@ -128,7 +129,7 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
 
 
 def _flashinfer(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]:
-    """Return a dict with FlashInfer's renormalization as a contender; empty if FlashInfer does not run."""
+    """Return FlashInfer's label and function in a dict, which is empty if FlashInfer does not run."""
     top_p_renorm_probs = _import_top_p_renorm_probs()
     if top_p_renorm_probs is None:
         return {}

@@ -5,9 +5,9 @@ process that handles large sets needs both parts of this module:
 
 - `return_large_blocks_at_once` sets `M_MMAP_THRESHOLD`, which bounds the peak memory. A sidecar that streamed
   16 samples of 200,000 candidates grew by 28 MiB with `M_MMAP_THRESHOLD` set, and by 55 to 75 MiB without it.
-- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks to the OS. With
-  only `M_MMAP_THRESHOLD` set, a process that started at 33 MiB still held 122 MiB after answers of 0.4 MB
-  each. With both `M_MMAP_THRESHOLD` and `malloc_trim`, the process held 34 MiB.
+- `HeapTrimmer` calls `malloc_trim` in a background thread, to return smaller freed blocks to the OS. In one
+  measurement, a process started at 33 MiB and then handled answers of 0.4 MB each. Afterwards, the process
+  held 122 MiB with only `M_MMAP_THRESHOLD` set, and 34 MiB with both `M_MMAP_THRESHOLD` and `malloc_trim`.
 """
 
 from __future__ import annotations

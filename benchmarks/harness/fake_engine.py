@@ -69,8 +69,9 @@ def run_fake_engine(*, token_s: float = 0.0, max_running: int = 1 << 20) -> Iter
 def _answer(tokens: int) -> tuple[list[bytes], list[bytes]]:
     """Return a sample's two server-sent events: one for the first token, and one for the finished sample.
 
-    Each event is a list of five byte strings. To complete an event, the caller joins the five strings, with
-    the request id after the second string and the prompt length after the third string.
+    Each event is a list of five byte strings: the prefix `data: `, three parts of a JSON text, and the end of
+    the event. To complete an event, the caller inserts the request id between the first and the second part,
+    and the prompt length between the second and the third part. Then the caller joins all seven strings.
     """
     first, whole = (_GAPS.split(json.dumps(_chunk(tokens, count)).encode()) for count in (1, tokens))
     return [b"data: ", *first, b"\n\n"], [b"data: ", *whole, b"\n\ndata: [DONE]\n\n"]

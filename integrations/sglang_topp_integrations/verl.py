@@ -333,7 +333,10 @@ def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_mana
 
 
 def _check_engines(worker: Any) -> None:
-    """Raise InvalidInputError unless a training process runs policy and reference in `ReplayEngine`."""
+    """Raise InvalidInputError unless each model of this training process runs in a `ReplayEngine`.
+
+    The training process runs the policy model, the reference model, or both.
+    """
     workers = getattr(worker, "worker_dict", {None: worker}).values()
     models = [getattr(each, role, None) for each in workers for role in ("actor", "ref")]
     engines = [model.engine for model in models if model is not None]

@@ -114,9 +114,11 @@ Span: TypeAlias = tuple[bytes, bytes]
 class Entry:
     """The set of one generated token, or the reason why the set is missing.
 
+    An `Entry` in the list of prompt sets (`PROMPT_KEY`) belongs to no token and has no set. Such an `Entry`
+    holds the weight version of the prompt sets, or the reason why the scheduler refused the request.
+
     Attributes:
-        candidates: the token's set; None if the set is missing. In the `Entry` that begins the list of prompt
-            sets (`PROMPT_KEY`), `candidates` is also None.
+        candidates: the token's set; None if the set is missing or if the `Entry` belongs to no token.
         problem: why the set is missing.
         status: the HTTP status of the error that a missing set causes. If `status` is not 500, the scheduler
             refused the request, and extracts no more sets for this request.

@@ -74,8 +74,8 @@ class Metrics:
         samples: number of finished samples.
         scores: number of scored sequences.
         tokens: number of tokens of samples and scores, by kind: `prompt`, `cached`, `scored`, or
-            `completion`. All tokens of a scored sequence count as `prompt`. Tokens of the kinds `cached` and
-            `scored` also count as `prompt`.
+            `completion`. All tokens of a scored sequence count as `prompt`. A cached or scored token is
+            counted twice: once as `cached` or `scored`, and once as `prompt`.
         candidates: sizes of candidate sets, one per generated or scored token.
         engine_ready: 1 while the engine answers and its patch set is active, otherwise 0.
     """

@@ -105,7 +105,7 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
 
 
 def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Until there are `count` bins, divide one bin into two: the fullest of those with two or more samples.
+    """Repeatedly split the fullest bin with two or more samples, until there are `count` bins.
 
     A bin with several samples always exists, because `deal_bins` calls this function only if the total
     number of samples is above `count`. If there are at most `count` samples, `_spread` puts each sample into

@@ -47,8 +47,10 @@ class RLBatch(TypedDict):
     """The batch that `collate_rl` returns, in CPU memory.
 
     R is the length of the longest response, and S is the length of the longest sample. The caller's `fields`
-    are further entries, int64 or float32 [B, R]. For a model's log-probs over `sequences`, the slice
-    `[:, -R - 1 : -1]` lines up with every [B, R] field.
+    are further entries, int64 or float32 [B, R].
+
+    At column t of `sequences`, a causal model predicts the token in column t + 1. The slice
+    `[:, -R - 1 : -1]` of the model's output therefore lines up with every [B, R] field.
     """
 
     sequences: torch.Tensor
@@ -226,7 +228,7 @@ def collate_sft(
         normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. With the divided
             mask, the sum of `loss * mask` over the batch is the mean loss of the trained tokens. A mask of
             all zeros stays 0.
-        pad_token_id: fills `sequences` before the token ids.
+        pad_token_id: the token id that pads the rows of `sequences` on the left.
 
     Raises:
         InvalidInputError: lengths do not match, or a value has the wrong type. The message names the field

@@ -20,10 +20,12 @@ _SAMPLE = 4096
 
 
 def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return an array in a narrower dtype that holds each value exactly, or `bits` if no such dtype exists.
+    """Convert an array to a narrower dtype that holds every value exactly, or return `bits` if none does.
 
-    `bits` holds the bit patterns of the original array's elements as signed integers. `dtype` is the original
-    array's dtype.
+    Args:
+        bits: the bit patterns of the array's elements, as signed integers.
+        dtype: the array's dtype. Only arrays of float32, float64, and integer dtypes are converted. An array
+            of unsigned integers is converted like the signed integers in `bits`.
     """
     if not bits.size:
         return bits
@@ -44,7 +46,12 @@ def narrowed(bits: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
 
 
 def widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Undo `narrowed`: return the array `bits` that `narrowed(bits, dtype)` converted to `values`."""
+    """Undo `narrowed`, and return the bit patterns that `narrowed` received.
+
+    Args:
+        values: the result of `narrowed`.
+        dtype: the same dtype as in the call of `narrowed`.
+    """
     if dtype in _FLOATS and values.dtype.kind == "f":
         return values.astype(_FLOATS[dtype][0]).view(f"i{dtype.itemsize}")
     if _is_integer(dtype):

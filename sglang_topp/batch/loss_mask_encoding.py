@@ -35,8 +35,9 @@ class PackedLossMask:
             array, token t is bit `t % 8` of byte `t // 8`, and the unused bits are 0.
         length: the number of tokens L.
 
-    `len` and iteration behave as for a list of ints, so Python's built-in `sum` counts the ones correctly. On
-    an int8 array of NumPy 2, the built-in `sum` overflows above 127.
+    `len` and iteration behave as for a list of ints, so Python's built-in `sum` counts the ones correctly. In
+    contrast, the built-in `sum` of a plain int8 array, such as the result of `to_numpy`, overflows above 127
+    with NumPy 2.
     """
 
     data: NDArray[np.uint8] | NDArray[np.int8]

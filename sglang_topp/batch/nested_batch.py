@@ -91,8 +91,9 @@ class NestedBatch:
             the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a`
             has the name `a.b`.
         outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
-            name maps to the number of stray values in the field. Several stray values in the same row and
-            column count as one. To drop the stray values, set the field's `droppable`.
+            name maps to the number of stray values in the field. If a field has more than two dimensions, all
+            stray values in the same row and column count as one. To drop the stray values, set the field's
+            `droppable`.
     """
 
     num_rows: int
@@ -179,7 +180,7 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Put `values` in the columns of the compressed field `like`, and 0 in all other columns.
+        """Return `values` as a padded tensor, with 0 wherever the compressed field `like` has no value.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor

@@ -45,8 +45,9 @@ class PackedBatch(TypedDict):
     """The batch that `PackedCollator` returns: CPU tensors of N rows and W columns, and lists of N tensors.
 
     Data-parallel rank d trains on the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is
-    a micro-batch. An RL batch also has one entry for each of the caller's `fields`: int64 or float32 [N, W],
-    with each token's value in the column that predicts the token.
+    a micro-batch. An RL batch also has one entry for each of the caller's `fields`: int64 or float32 [N, W].
+    Such an entry holds a token's value in the column whose logits predict the token, one column before the
+    token itself.
     """
 
     sequences: torch.Tensor
@@ -108,10 +109,10 @@ class _Packing:
         return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
 
     def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """Return `(sample, first, stop)` for every sample: its range in the flattened [N, W] field.
+        """Return one tuple `(i, first, stop)` per sample i: a slice of a flattened [N, W] field.
 
-        The range of sample i begins `skip[i]` columns after the sample's first column, and has `lengths[i]`
-        columns.
+        The slice `first:stop` begins `skip[i]` elements after the first element of sample i, and has
+        `lengths[i]` elements.
         """
         first = self.rows * self.width + self.starts + skip[self.order]
         stop = first + lengths[self.order]

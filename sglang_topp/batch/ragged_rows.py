@@ -137,7 +137,9 @@ def _is_integer(dtype: Any) -> bool:
 
 
 def host_rows(name: str, rows: RaggedRows, dtype: DTypeLike) -> list[Any]:
-    """Return the rows in host memory, as lists, tuples, and arrays [L_i]. Check the dtypes of arrays.
+    """Return the rows in host memory, each as a list, a tuple, or a NumPy array [L_i].
+
+    The function checks the shapes and dtypes of arrays. `write_row` checks the values in lists and tuples.
 
     Args:
         dtype: int64 or float32, the dtype that `write_row` will write.

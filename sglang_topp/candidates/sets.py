@@ -425,16 +425,16 @@ class CandidateSets:
 def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
     """Return whether top-p sampling at `p` cannot produce a candidate set with kept mass `mass`.
 
-    `error` is the largest possible difference between 1 and the sum of all tokens' probabilities.
+    `error` is the largest possible difference between 1 and the total probability of the whole vocabulary.
     """
     return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
 
 
 def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return the largest possible difference between 1 and the sum of all tokens' probabilities.
+    """Return the largest possible difference between 1 and the total probability of the whole vocabulary.
 
-    This difference depends on the dtype in which the engine computes. The function assumes bfloat16 if
-    bfloat16 can represent all `logprobs`, and float32 otherwise.
+    Rounding errors cause this difference, so the difference depends on the dtype in which the engine
+    computes. The function assumes bfloat16 if bfloat16 can represent all `logprobs`, and float32 otherwise.
     """
     is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
     return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR

@@ -8,7 +8,8 @@ and allocate memory of exactly the right size.
 
 Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W sampling
 weights per row, C candidates that fit in the staging area, n candidates in all. A sampler draws tokens in
-proportion to sampling weights. W is V, or less if `token_ids` gives the token of each weight.
+proportion to sampling weights. Without the argument `token_ids_RW`, every id of the vocabulary has a weight,
+and W is V. With `token_ids_RW`, only the ids in `token_ids_RW` have weights, so W may be less than V.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 A sampler draws the token of a row in proportion to the row's sampling weights.
 
-Shape legend: B rows of log-probs, R of these rows with sampling weights, V ids in the vocabulary, W sampling
-weights per row, C candidates that the output has room for. W is V, or less if `token_ids` gives the token of
-each weight.
+Shape legend: B rows of log-probs, R rows of sampling weights, V ids in the vocabulary, W sampling weights per
+row, C candidates that the output has room for. Each row of weights belongs to one of the rows of log-probs.
+Without the argument `token_ids_RW`, every id of the vocabulary has a weight, and W is V. With `token_ids_RW`,
+only the ids in `token_ids_RW` have weights, so W may be less than V.
 """
 
 from __future__ import annotations

@@ -109,9 +109,10 @@ def _select_requested_rows(
 def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
     """Yield parts that together hold the candidate sets of the requested rows.
 
-    Each attempt reads the blocks with the highest maxima. If the nucleus of a row may need more blocks, the
-    next attempt reads more blocks of this row, or the whole row. If several of the yielded parts hold a set
-    for the same row, only the set in the last of these parts is correct.
+    A block is a group of neighboring token ids. To find a row's nucleus, an attempt reads either the row's
+    blocks with the highest maximum log-probs, or the whole row. If the nucleus may have tokens outside these
+    blocks, the next attempt reads more blocks of the row, or the whole row. If several of the yielded parts
+    hold a set for the same row, only the set in the last of these parts is correct.
     """
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
@@ -152,10 +153,11 @@ def _cut(
     """Sort each row's log-probs above the row's bound, and cut the sorted log-probs where the nucleus ends.
 
     Args:
-        values_RM: log-probs, ordered along each row by ascending token id.
+        values_RM: the log-probs of R whole rows, or of some blocks of each row, ordered along each row by
+            ascending token id.
         requested: the R rows that the log-probs in `values_RM` come from.
-        bound_R: an upper bound for each row's log-probs that are not in `values_RM`, or None if `values_RM`
-            holds whole rows.
+        bound_R: for each row, an upper bound on the log-probs that `values_RM` leaves out, or None if
+            `values_RM` holds whole rows.
         blocks_RK: the indices of the K blocks that each row's log-probs in `values_RM` come from, or None if
             `values_RM` holds whole rows.
 
@@ -164,8 +166,9 @@ def _cut(
         nucleus may contain tokens that are not in `values_RM`. In such a row, the tokens with log-probs above
         the row's bound have a total probability below `p`.
     """
-    # This check also finds NaN. `_parts` chooses blocks with `topk`, which ranks NaN highest, so `values_RM`
-    # holds at least one NaN of a row with NaN. `amax` then returns NaN, and `NaN <= x` is false.
+    # This check also finds NaN. The maximum of a block with NaN is NaN, and `topk` in `_parts` ranks NaN
+    # highest. If a row holds NaN, `values_RM` therefore holds NaN too. `amax` then returns NaN, and
+    # `NaN <= x` is false.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])

@@ -280,12 +280,13 @@ def _search(
 ):
     """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
 
-    The values are a row's block maxima, or the log-probs of the row's active blocks. A higher value has a
-    lower sort key.
+    The values are a row's block maxima, or the log-probs of the row's active blocks. A value of non-zero
+    probability is in the nucleus if the total probability of all higher values is below `limit`.
 
-    After each round, the values with keys below `low` have a total probability below `limit`, so a value with
-    key `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or
-    more, unless the total probability of all values is below `limit`. In that case, every value of non-zero
+    A higher value has a lower sort key. The search narrows the interval of sort keys from `low` to
+    `high - 1`. The values with keys below `low` have a total probability below `limit`, so a value with key
+    `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or more,
+    unless the total probability of all values is below `limit`. In that case, every value of non-zero
     probability has a key below `high`. The search ends when at most one value has a key from `low` to
     `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to `high - 1`
     are in the nucleus, so the search returns `high` as the cutoff.

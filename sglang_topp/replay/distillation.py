@@ -128,7 +128,8 @@ def distillation_loss(
         InvalidInputError: shapes, dtypes, or lengths do not match; the sets have no log-probs; or a KL is not
             finite. The message names the argument or the position.
         InvalidCandidateSetsError: a candidate id is outside the vocabulary; a candidate id is held by no rank
-            or by several ranks; or the probabilities of a set sum to more than 1.
+            or by several ranks; or the probabilities of a set sum to more than 1.002. A sum from 1 to 1.002
+            may come from rounding, and raises no error.
     """
     check_head(hidden, weight, bias)
     _check_names(direction, outside)
@@ -192,7 +193,7 @@ def distillation_loss(
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the number of ids in the whole vocabulary, summed over all ranks, without padding."""
+    """Return the vocabulary size without padding, by adding up the number of ids that each rank holds."""
     if group is None:
         return shard.num_ids
     return int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))

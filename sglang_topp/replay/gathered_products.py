@@ -1,8 +1,8 @@
 """Gathered products in plain torch: dot products and weighted sums over selected rows of a matrix.
 
 `candidate_head` and `lm_head_weight_grad` use these functions for the candidates' logits and the gradients.
-An entry is one selected row with its weight, or one selected pair of rows for a dot product. A segment is a
-run of consecutive entries whose weighted rows sum to one output row.
+In a weighted sum, an entry is one selected row with its weight. A segment is a run of consecutive entries
+whose weighted rows sum to one output row.
 
 The functions run on any device. A call copies at most `chunk` rows of a matrix at a time, so the call's
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
@@ -12,7 +12,7 @@ On a CPU, a call needs the fewest torch operations if its inputs already have th
 or float64). The CPU threads wait for each other after each torch operation. On a busy machine, set
 `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
-Shape legend: m entries, S segments, H hidden size, C entries (or segments) of one chunk.
+Shape legend: m entries or dot products, S segments, H hidden size, C dot products or segments of one chunk.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ def gathered_add(
     The other arguments are those of `gathered_sum`.
     """
     plain = source.dtype == weights.dtype
-    # If `source` and `weights` have different dtypes, `gathered_sum` also copies rows of `source`. These
-    # copies take as much memory as the sums.
+    # Each step below computes the sums of at most `step` segments. If `source` and `weights` have different
+    # dtypes, `gathered_sum` also copies up to `chunk` rows of `source`, which take as much memory as `chunk`
+    # sums.
     step = 2 * chunk if plain else chunk
     present, counts = torch.unique_consecutive(segments, return_counts=True)
     if not len(present):

@@ -158,8 +158,9 @@ class _SupportSoftmax(torch.autograd.Function):
             _check_finite(logprobs_T)
         else:
             # A position must score NaN if its set lacks the target. If the set has two or more candidates,
-            # `log_total_A` has already made the score NaN. If the set has one candidate, the score is 0 so
-            # far, and the next line replaces the 0 with NaN.
+            # the code above has set the position's element of `log_total_A`, and so the score, to NaN. A
+            # position with one candidate has no element in `log_total_A`. Its score is 0 so far, and the next
+            # line replaces the 0 with NaN.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
         kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None

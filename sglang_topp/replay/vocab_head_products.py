@@ -66,7 +66,11 @@ class VocabHead:
         return self.transform.of_rows_(logits_CV, part)
 
     def times_weight(self, grad_CV: Tensor) -> Tensor:
-        """Return the gradient [C, H] of a chunk's hidden states. `grad_CV` is the raw outputs' gradient."""
+        """Return the gradient [C, H] of a chunk's hidden states.
+
+        `grad_CV` is the gradient of `hidden . weight + bias`, the LM head's raw output before scale, soft
+        cap, and temperature.
+        """
         return self._product(grad_CV, self.weight_VH)
 
     def add_outer(self, grad_VH: Tensor, grad_CV: Tensor, part: slice) -> None:

@@ -92,7 +92,10 @@ SCORES = Operation[Score](
 
 
 class ResultSink(Protocol[_Taken]):
-    """The receiver of one request's results. The receiver also chooses the samples that are requested."""
+    """The receiver of the results of one request of the caller.
+
+    The return values of `begin` and `take` tell the dispatcher which samples to request.
+    """
 
     def begin(self) -> Iterable[SampleRequest]:
         """Return the initial requests. `take` may return further requests."""
@@ -101,8 +104,8 @@ class ResultSink(Protocol[_Taken]):
         """Take one result from the dispatcher.
 
         Returns:
-            A request for the rest of a partial result, and the seconds to wait before the dispatcher sends
-            this request; None if the sink requests no continuation.
+            A pair to continue a partial result, or None to request nothing more. The pair holds a request for
+            the rest of the result, and the seconds to wait before the dispatcher sends this request.
         """
 
 

@@ -54,9 +54,10 @@ class RetryBudget:
 
 
 def is_retryable(error: SglangToppError) -> bool:
-    """Return whether another attempt may succeed: no complete answer arrived, or the status was 429 or 5xx.
+    """Return whether another attempt may succeed after `error`.
 
-    The result is False for a `RequestTimeoutError`, because the caller's time limit has expired.
+    The result is True if no complete answer arrived, or if the status was 429 or 5xx. But the result is False
+    for a `RequestTimeoutError`, because the caller's time limit has expired.
     """
     if isinstance(error, RequestTimeoutError):
         return False

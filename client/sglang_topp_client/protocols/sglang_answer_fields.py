@@ -54,6 +54,6 @@ def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
     version = meta_info.get("weight_version")
     if version is None:
         return None
-    # SGLang returns the weight version unchanged from the request that updated the weights, so the weight
-    # version may be a number.
+    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
+    # argument `weight_version`, and the class does not convert this integer to text.
     return str(version) if type(version) is int else read_text(meta_info, "weight_version")

@@ -29,8 +29,9 @@ __all__ = ["GenerateScoreExchange"]
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
 # If the caller wants only log-probs, the client still requests candidate sets, with the threshold 1e-9. If a
 # request asks for sets, the engine guarantees one weight version per score. Sets in an answer also prove that
-# the engine is patched. At the threshold 1e-9, a set has only one or two tokens, unless several tokens tie
-# for the highest probability.
+# the engine is patched. At the threshold 1e-9, the sets are small: a set holds the most likely token and the
+# sequence's token at the set's position. If several tokens tie for the highest probability, the set holds all
+# of these tokens.
 _LEAST_P = 1e-9
 
 

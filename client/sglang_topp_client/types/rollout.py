@@ -117,7 +117,11 @@ class Rollout:
 
     @property
     def turn_start(self) -> int:
-        """The index of the last turn's first token: 0, or one past the last token that `extend` appended."""
+        """The index of the last turn's first token in `output_ids`.
+
+        If `extend` has appended no tokens, the index is 0. Otherwise, the index is one past the last appended
+        token.
+        """
         return self.appended_spans[-1][1] if self.appended_spans else 0
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:

@@ -26,8 +26,9 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
     if isinstance(custom := sampling.get("custom_params"), dict):
-        # Leave out the patch set's own fields, and `KEY`, which the HTTP process adds to `custom_params`. The
-        # returned dict has separate entries for the fields `THRESHOLD` and `SOURCE`.
+        # Remove the patch set's own fields from the copy of `custom_params`. Also remove `KEY`, which the
+        # HTTP process adds. The fields `THRESHOLD` and `SOURCE` are instead entries of the returned dict
+        # itself.
         others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
         sampling["custom_params"] = others or None
     if sampling.get("custom_params") is None:

@@ -151,7 +151,7 @@ class ModelLimits:
 
 
 def num_prompts(field: Callable[[str], Any]) -> int | None:
-    """Return the number of prompts in a request, or None if the only prompt is not in a list."""
+    """Return the length of a request's list of prompts, or None if the request has no list of prompts."""
     text, ids, embeds = field("text"), field("input_ids"), field("input_embeds")
     if isinstance(text, list):
         return len(text)

@@ -13,7 +13,11 @@ _IDS = "_sglang_topp_prompt_ids"
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy `return_prompt_token_ids` to a prompt's request."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the field `return_prompt_token_ids`.
+
+    `self` is a request with a list of prompts. `__getitem__` returns `item`, a request with one of the
+    prompts. The hook copies the field from `self` to `item`.
+    """
     setattr(item, FIELD, getattr(self, FIELD))
     return item
 

@@ -130,7 +130,12 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 
 
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the patch set's fields to a prompt's request."""
+    """AFTER hook on `GenerateReqInput.__getitem__`: copy the request fields that the patch set adds.
+
+    `self` is a request with a list of prompts. `__getitem__` returns `item`, a request with one of the
+    prompts. The hook copies each field from `self` to `item`. If a field's value is a list, the hook copies
+    only the list's entry at index `i`.
+    """
     for name in (*FIELDS, RESUMED):
         value = getattr(self, name)
         setattr(item, name, value[i] if isinstance(value, list) else value)

@@ -182,8 +182,9 @@ def _is_requested(reason: Any) -> bool:
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
     """AROUND hook on `Scheduler.send_abort_output`: also send the tokens of an aborted request.
 
-    The hooked function itself sends no tokens. A waiting request already has tokens if SGLang retracted the
-    request earlier.
+    SGLang calls `send_abort_output`, for example, if a request is aborted in the waiting queue. The hooked
+    function itself sends no tokens. A request in the waiting queue has tokens if SGLang retracted the
+    request, that is, stopped the request and put it back into the queue.
     """
     if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)

@@ -310,7 +310,7 @@ def misplaced(body: Any) -> str | None:
 
 
 def _asked_at(body: bytes) -> list[str]:
-    """Return the dotted paths of the patch set's fields that a body sets, including `resumed_tokens`."""
+    """Return the dotted paths at which a request body has `resumed_tokens` or a field from `FIELDS`."""
     # JSON escapes (`\u`) can hide a field's name, so a body with escapes is parsed too.
     if b"\\u" not in body and not any(field.encode() in body for field in _ASKING):
         return []
@@ -338,7 +338,7 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
 
 
 def _top_level(body: bytes) -> dict[str, Any]:
-    """Return the patch set's fields at the top level of a body, as a mapping from name to value."""
+    """Return the request fields in `FIELDS` that a JSON body has at its top level, with their values."""
     parsed = json.loads(body)
     return {field: parsed[field] for field in FIELDS if field in parsed}
 

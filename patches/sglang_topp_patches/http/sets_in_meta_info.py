@@ -316,9 +316,12 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     When SGLang retracts a running request, for example for a pause, the request goes back to the scheduler's
     queue. SGLang may already have streamed a part of the request's answer. If the request is aborted in the
     queue, SGLang sends a wrong last chunk. The wrong chunk has the text and the log-probs of the whole
-    answer, but only the answer's last token id. With incremental chunks, all releases send the wrong chunk,
-    and the hook removes the chunk's text and tokens. Without incremental chunks, only releases before 0.5.20
-    send the wrong chunk, and the hook puts all tokens of the answer into the chunk.
+    answer, but only the answer's last token id.
+
+    With incremental chunks, all releases send the wrong chunk. Earlier chunks already contain the whole
+    answer, so the hook removes the text, the token ids, and their log-probs from the last chunk. Without
+    incremental chunks, only releases before 0.5.20 send the wrong chunk. In this case, the hook puts all
+    token ids of the answer into the last chunk.
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)

@@ -2,8 +2,8 @@
 
 At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
 request that exceeds a limit ends with an error, and its sets are freed. The error message names the exceeded
-limit. If one sample exceeds its limit, the error message also says how many token positions with sets of this
-size the limit allows.
+limit. The error message of `per_sample_refusal` also estimates how many token positions fit within a sample's
+limit. The estimate assumes sets of the sample's average size.
 
 Each of SGLang's processes counts the candidates that it holds. A sample's candidates stay in the scheduler's
 count until the scheduler has sent the candidates to the HTTP process. The candidates of an HTTP call stay in
@@ -130,12 +130,12 @@ class InFlight:
         self._accounts: WeakSet[Account] = WeakSet()
 
     def open(self, end: Callable[[str], None] | None) -> Account:
-        """Return a new counter for the candidates of one request or HTTP call.
+        """Return a new counter for the candidates of one request or HTTP call, or for other memory.
 
         Args:
-            end: a function that ends the request or HTTP call that owns the candidates. The counter calls
-                `end` at most once, with the reason as its argument. `end` is None if no request or HTTP call
-                owns the candidates.
+            end: a function that ends the request or HTTP call. The new counter calls `end` at most once, with
+                the reason as its argument. None means that the new counter counts other memory, such as the
+                log-probs that `scheduler.gpu_staging` keeps for a forward pass.
         """
         account = Account(self, end)
         self._accounts.add(account)

@@ -195,8 +195,9 @@ class GeneratedSets:
 def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
 
-    SGLang has sent a request's `Entry` objects below index `send_token_offset`. Without this hook, the sent
-    sets would stay in memory until SGLang frees the request.
+    The list `customized_info[KEY]` of a request has one `Entry` per generated token. When the hook runs,
+    SGLang has sent the elements below index `send_token_offset` of this list. Without the hook, the sent sets
+    would stay in memory until SGLang frees the request.
     """
     for req in reqs:
         if req.finished_output:

@@ -322,7 +322,11 @@ class PromptSets:
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Return a copy of this object that holds all sets on the device. Wait for the device if needed."""
+        """Return a copy of this object in which no set is in a staging area (`scheduler.gpu_staging`).
+
+        If some sets are in a staging area, this method waits for the device. If a set did not fit into the
+        staging area, this method extracts the set again.
+        """
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
@@ -344,8 +348,8 @@ class PromptSets:
                 refuse_prompt(req, is_busy=self.refused[row])
                 continue
             info = req.customized_info = req.customized_info or {}
-            # A request that has the set of an output token already has all sets of its prompt. SGLang scored
-            # the prompt again because of a retraction, so drop the new sets.
+            # If a request has an output token's set, earlier passes already added all sets of the request's
+            # prompt. SGLang scored the prompt again because of a retraction, so drop the new sets.
             if info.get(KEY):
                 continue
             # A trainer can push weights during a prefill, even before SGLang scores the first position. The

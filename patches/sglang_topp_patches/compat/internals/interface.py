@@ -21,10 +21,9 @@ class Internals(Protocol):
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
         """Replace `top_logprobs_nums` of a forward pass.
 
-        The new list also records which rows of the pass belong to requests for candidate sets.
-
         Args:
-            top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`.
+            top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`. The list's attribute
+                `forward_pass` records which rows of the pass belong to requests for candidate sets.
             batch: the batch from which SGLang made the `ForwardBatch`.
             forward_batch: the `ForwardBatch` of the forward pass.
         """

@@ -110,11 +110,11 @@ class Sglang0523:
         """Return a `SentOnce`, a list that SGLang sends to the HTTP process once and as a whole.
 
         SGLang 0.5.22 and later can also send a plain list once per request
-        (`is_request_level_customized_info_key`). The patch set does not use this feature. Without streaming,
-        SGLang would send the plain list only when the request finishes. A request that is aborted in the
-        waiting queue during a pause does not finish. The HTTP process may already have tokens of the aborted
-        request, because the scheduler sends new tokens after every 50 tokens, even without streaming. The
-        answer would then have tokens, but no sets of the prompt.
+        (`is_request_level_customized_info_key`). The patch set does not use this feature, because without
+        streaming, SGLang would send the plain list only when the request finishes. A request that is aborted
+        in the waiting queue during a pause does not finish. The HTTP process may already have tokens of the
+        aborted request, because the scheduler sends new tokens after every 50 tokens, even without streaming.
+        The answer would then have tokens, but no sets of the prompt.
         """
         return SentOnce()
 
