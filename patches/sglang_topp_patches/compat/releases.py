@@ -177,8 +177,16 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             ),
             _BEFORE_0_5_20 | _OTHER_REJECTION,
         ),
-        "0.5.18": Release(Sglang0518(), (*_WITH_PROCESSORS, *seams.NORMALIZER), _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.17": Release(Sglang0516(), _WITH_PROCESSORS, _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.18": Release(
+            Sglang0518(),
+            (*_WITH_PROCESSORS, *seams.NORMALIZER, *seams.VERIFICATION),
+            _BEFORE_0_5_19 | _OTHER_REJECTION,
+        ),
+        "0.5.17": Release(
+            Sglang0516(),
+            (*_WITH_PROCESSORS, *seams.VERIFICATION_IN_0_5_16),
+            _BEFORE_0_5_19 | _OTHER_REJECTION,
+        ),
         "0.5.16": Release(
             Sglang0516(),
             (*_WITH_PROCESSORS, *seams.VERIFICATION_IN_0_5_16),

@@ -80,7 +80,7 @@ class _Kept:
             tensors.
         sampled_ids: int64 [R], each row's sampled token.
         vocab: the vocabulary's size.
-        lowest: log-probs at or below this value mean a probability of 0; None means the dtype's lowest value.
+        lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
             known. None after `free`.
     """
@@ -89,12 +89,13 @@ class _Kept:
         self,
         process: SchedulerProcess,
         sampled_ids: torch.Tensor,
-        vocab: int,
+        logprobs: torch.Tensor,
         lowest: float | None,
         take_again: _TakeAgain,
         num_bytes: int,
     ) -> None:
-        self.process, self.sampled_ids, self.vocab, self.lowest = process, sampled_ids, vocab, lowest
+        self.process, self.sampled_ids, self.vocab = process, sampled_ids, logprobs.shape[1]
+        self.lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
         self.take_again: _TakeAgain | None = take_again
         self._account = process.in_flight.open(None)
         self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
@@ -141,7 +142,7 @@ def by_threshold(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    kept = _Kept(process, sampled_ids, logprobs.shape[1], lowest, take_again, logprobs.nbytes)
+    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again, logprobs.nbytes)
     return StagedSets(area, kept, rows, len(asked))
 
 
@@ -188,7 +189,7 @@ def by_weights(
         lowest=lowest,
     )
     num_bytes = sum(each.nbytes for each in (logprobs, is_drawn, token_ids) if each is not None)
-    kept = _Kept(process, sampled_ids, logprobs.shape[1], lowest, take_again, num_bytes)
+    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again, num_bytes)
     return StagedSets(area, kept, np.arange(num_rows), num_rows)
 
 
@@ -267,8 +268,7 @@ class StagedSets:
         self.kept.free()
         # A sampled token of probability 0 must have the log-prob -inf. SGLang may have written a finite
         # log-prob instead (see `lowest` in `_Kept`), so restore -inf.
-        lowest = np.finfo(np.float32).min if self.kept.lowest is None else self.kept.lowest
-        logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
+        logprobs = np.where(logprobs <= self.kept.lowest, np.float32(-np.inf), logprobs)
         sizes = np.zeros(self.num_rows, np.int64)
         sizes[self.rows] = np.diff(offsets)
         offsets = np.concatenate([[0], sizes.cumsum()])

@@ -101,6 +101,22 @@ def test_sets_are_those_of_the_cpu() -> None:
 
 @BOTH
 @pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sampled_token_of_probability_0_has_the_log_prob_of_0(dtype: torch.dtype) -> None:
+    logprobs, sampled = logprobs_of(2, std=4).to(dtype), torch.tensor([9, 3])
+    logprobs[0, 9] = logprobs[1, 3] = -torch.inf
+    with gpu():
+        there = logprobs.to("cuda")
+        sets = extract(PROCESS, there, [0.9, 0.9], sampled.to("cuda")).map(on_host)
+        # SGLang does this before it consumes the pass. Every row asks, so the pass kept this tensor.
+        there.clamp_(min=torch.finfo(dtype).min)
+        spans = sets.on_host().spans()
+    for row in (0, 1):
+        assert spans[row : row + 1] == by_the_cpu(logprobs[row], 0.9, int(sampled[row]))
+
+
+@BOTH
+@pytest.mark.usefixtures("room")
 def test_settled_sets_are_whole_and_on_the_device() -> None:
     logprobs, sampled = logprobs_of(3), torch.tensor([5, 6, 7])
     with gpu():
