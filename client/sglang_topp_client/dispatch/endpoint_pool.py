@@ -78,8 +78,8 @@ class EndpointPool:
     ) -> _T:
         """Run `attempt` on an endpoint, with retries, and return the result of `attempt`.
 
-        After a retryable error, the call moves to another ready endpoint at once. A retry begins only once
-        the call has failed on every ready endpoint.
+        After a retryable error, the call moves to another ready endpoint at once. If the call has failed on
+        every ready endpoint, it waits, and then tries all endpoints again. Only such a round is a retry.
 
         Args:
             attempt: makes one attempt on the given endpoint.

@@ -140,7 +140,7 @@ class ModelLimits:
                 )
             if self.is_disaggregated and params.get("max_new_tokens") == 0:
                 # The prefill server draws a token even if `max_new_tokens` is 0. The decode server then ends
-                # the request without the prefill server's token.
+                # the request, and does not return this token.
                 raise InvalidInputError(
                     f"{name}.max_new_tokens: got 0, expected 1 or more: on a disaggregated server a prompt's"
                     " sets come with the first token"

@@ -209,7 +209,7 @@ class PassExtraction:
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
-        """Append `chunk`, the sets of the forward pass's next scored rows.
+        """Append `chunk`, the sets of the scored rows that follow the previous chunk in the forward pass.
 
         A chunk in a staging area (`StagedSets`) keeps its log-probs in GPU memory until the host reads the
         chunk. To limit this memory, `add` leaves at most two chunks in staging areas. From the third chunk

@@ -159,7 +159,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
 
 
 async def _wait_until_ready(server: Server, supervisor: Process | None, settings: Settings, url: str) -> None:
-    """Print the servers' addresses once the engine is ready, and raise an error when the engine ends.
+    """Print the servers' addresses once the engine is ready. Raise an error if the engine ends, ready or not.
 
     If `supervisor` is None, print the sidecar's address immediately, and wait until this task is canceled.
     """
