@@ -78,8 +78,9 @@ class EndpointPool:
     ) -> _T:
         """Run `attempt` on an endpoint, with retries, and return the result of `attempt`.
 
-        After a retryable error, the call moves to another ready endpoint at once. If the call has failed on
-        every ready endpoint, it waits, and then tries all endpoints again. Only such a round is a retry.
+        After a retryable error, the call moves to another ready endpoint at once, which does not count as a
+        retry. If the call has failed on every ready endpoint, it waits, and then tries all endpoints again,
+        which counts as one retry.
 
         Args:
             attempt: makes one attempt on the given endpoint.
