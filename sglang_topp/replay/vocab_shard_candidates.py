@@ -126,14 +126,14 @@ class SupportIndex:
         *,
         smallest: int = 2,
     ) -> tuple[SupportIndex, bool]:
-        """Return `(index, may_wait)`: the `SupportIndex`, and whether the caller may wait for the device.
+        """Return the `SupportIndex`, and whether the caller should run checks that wait for the device.
 
         If `candidates` is a `CandidateTensors`, the first call stores the `SupportIndex` in it. Later calls
         with the same `shard` and `smallest` return the stored `SupportIndex`, without work on the host and
         without waiting for the device.
 
-        `may_wait` is False if an earlier call stored the index, and the device is not a CPU. The caller
-        should then skip checks that make the host wait for the device.
+        The second value is False if an earlier call stored the index, and the device is not a CPU. The caller
+        should then skip the checks.
 
         Args:
             device: the device of the index. `candidates` of type `CandidateTensors` must be on this device.
