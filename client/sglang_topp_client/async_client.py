@@ -29,6 +29,7 @@ from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model
+from sglang_topp_client.weight_push.checkpoint_tensors import check_model_or_tensors
 from sglang_topp_client.weight_push.engine_control import (
     PAUSE_MODES,
     TRANSPORTS,
@@ -37,7 +38,6 @@ from sglang_topp_client.weight_push.engine_control import (
     Transport,
 )
 from sglang_topp_client.weight_push.fleet_push import push_to_fleet
-from sglang_topp_client.weight_push.named_tensors import check_model_or_tensors
 from sglang_topp_client.weight_push.send_weights import weight_sender
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.compressed_mask import CompressedMask
+from sglang_topp.batch.compressed_padding_mask import CompressedMask
 from sglang_topp.errors import InvalidInputError
 
 __all__ = [

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.ragged_rows import (
+from sglang_topp.batch.input_rows import (
     RaggedRows,
     as_integer,
     field_dtype,

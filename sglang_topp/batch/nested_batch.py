@@ -33,7 +33,7 @@ from sglang_topp.batch.batch_dict_rows import (
     take_rows,
     with_columns,
 )
-from sglang_topp.batch.compressed_mask import CompressedMask
+from sglang_topp.batch.compressed_padding_mask import CompressedMask
 from sglang_topp.batch.dtype_narrowing import narrowed, widened
 from sglang_topp.errors import InvalidInputError
 

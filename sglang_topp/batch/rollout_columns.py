@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.device_to_host import to_host
-from sglang_topp.batch.ragged_rows import RaggedRows
+from sglang_topp.batch.input_rows import RaggedRows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 

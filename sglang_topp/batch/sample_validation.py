@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.loss_mask_encoding import mask_rows
-from sglang_topp.batch.ragged_rows import (
+from sglang_topp.batch.input_rows import (
     RaggedRows,
     as_integers,
     check_lengths,
@@ -21,6 +20,7 @@ from sglang_topp.batch.ragged_rows import (
     host_rows,
     row_lengths,
 )
+from sglang_topp.batch.loss_mask_encoding import mask_rows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 

@@ -25,7 +25,7 @@ from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import gathered_products
 from sglang_topp.replay.lm_head_weight_grad import GradientById, WeightGrad, check_weight_grad
-from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.scores_from_candidate_logits import Scores, accumulation_dtype, score_support
 from sglang_topp.replay.vocab_shard_candidates import (
     Shard,

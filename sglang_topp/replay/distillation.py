@@ -18,7 +18,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_head import check_head, support_logits
 from sglang_topp.replay.kl_divergence import divergence
 from sglang_topp.replay.lm_head_weight_grad import WeightGrad
-from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.row_selection import as_bool_mask
 from sglang_topp.replay.scores_from_candidate_logits import accumulation_dtype
 from sglang_topp.replay.tail_logsumexp import support_and_tail

@@ -1,7 +1,9 @@
-"""The KL divergence between two policies on candidate sets, with or without a tail for all other ids.
+"""The KL divergence between two policies over candidate sets.
 
-Shape legend: T positions, A positions in the index (`SupportIndex.rows`), m candidates that this rank holds
-at the A positions.
+A set can have a tail: one more outcome, which stands for all ids outside of the set.
+
+Shape legend: T positions; A of these positions, which `SupportIndex.rows` lists; m candidates that this rank
+holds at the A positions.
 """
 
 from __future__ import annotations

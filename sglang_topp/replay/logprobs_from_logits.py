@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.scores_from_candidate_logits import Scores, accumulation_dtype, score_support
 from sglang_topp.replay.vocab_shard_candidates import (
     Shard,

@@ -21,7 +21,7 @@ from sglang_topp.batch import (
     nest_batch,
     unnest_batch,
 )
-from sglang_topp.batch.compressed_mask import _BLOCK_BYTES
+from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
 from tests.fake_gpu import gpu
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client.storage.rollout_columns import check_rollout, pyarrow, to_rollouts
-from sglang_topp_client.storage.trainer_columns import TrainerRows, TrainerScores, has_rollout_columns
+from sglang_topp_client.storage.trainer_score_columns import TrainerRows, TrainerScores, has_rollout_columns
 
 if TYPE_CHECKING:
     from sglang_topp_client.types.rollout import Rollout

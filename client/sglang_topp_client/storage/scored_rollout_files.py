@@ -14,7 +14,7 @@ from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile
 from sglang_topp_client.storage.rollout_columns import num_bytes_of, pyarrow
 from sglang_topp_client.storage.rollout_reader import files_of, load_rows, num_rows_of
-from sglang_topp_client.storage.trainer_columns import NO_SCORES, TrainerScores, trainer_fields
+from sglang_topp_client.storage.trainer_score_columns import NO_SCORES, TrainerScores, trainer_fields
 from sglang_topp_client.types.rollout import Rollout
 
 __all__ = ["ScoredRollout", "add_trainer_columns", "load_scored_rollouts"]

@@ -1,10 +1,10 @@
 """Provide SGLang's HTTP workers with an application in which the patch set is installed.
 
-If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. The workers
-import the application that `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that launches the workers,
-`plugin.register` sets `SGLANG_HTTP_SERVER_APP_PATH` to `app` in this module. When a worker imports `app`,
-this module loads the plugins. The module then returns the original application, which
-`SGLANG_HTTP_SERVER_APP_PATH` named before `plugin.register` changed it.
+If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. Each worker
+imports the application that the environment variable `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that
+launches the workers, `install` saves the variable's value, and sets the variable to `app` in this module.
+When a worker imports `app`, the module's `__getattr__` loads the plugins, and returns the application that
+the saved value names.
 """
 
 from __future__ import annotations

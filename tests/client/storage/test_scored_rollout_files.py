@@ -10,7 +10,7 @@ import pytest
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutWriter, add_trainer_columns, load_rollouts, save_rollouts
 from sglang_topp_client.storage.scored_rollout_files import load_scored_rollouts
-from sglang_topp_client.storage.trainer_columns import trainer_fields
+from sglang_topp_client.storage.trainer_score_columns import trainer_fields
 
 
 @pytest.fixture

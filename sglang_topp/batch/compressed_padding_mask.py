@@ -1,6 +1,7 @@
-"""`CompressedMask`: store a [B, W] mask as runs or bits, and gather or scatter a field's elements with it.
+"""`CompressedMask`: a padding mask [B, W] of a batch, stored as runs or bits. True marks elements to keep.
 
-A batch field has the shape [B, W, *rest]. `gather` returns the field's elements where the mask is true.
+`nest_batch` drops a batch's padding, and stores this mask, so that `unnest_batch` can restore the padding. A
+batch field has the shape [B, W, *rest]. `gather` returns the field's elements where the mask is true.
 `scatter` writes given elements to the field where the mask is true.
 
 Shape legend: B rows, W columns, n kept elements in all, and `rest` for a field's further dimensions.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sglang_topp.replay.logit_transform import LogitTransform
+from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.vocab_shards import reduce_sum
 from sglang_topp.replay.vocab_softmax import row_parts
 
