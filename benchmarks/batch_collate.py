@@ -1,7 +1,7 @@
 """Benchmark of batch collation, against a plain Python loop and against copying the collated output.
 
 The batch has 1024 samples, with prompts of 64 to 512 tokens and responses of 16 to 2048. The first two tables
-compare `collate_rl` and `collate_sft` with the loops over lists in `naive_layouts.py`. The last table
+compare `collate_rl` and `collate_sft` with the loops over lists in `reference_loops.py`. The last table
 compares `collate_rl` with a copy of its output into fresh memory. The time of the copy is a lower bound,
 because every collation must write its whole output.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.paired_timing import compare
-from sglang_topp.batch import collate_rl, collate_sft, naive_layouts
+from sglang_topp.batch import collate_rl, collate_sft, reference_loops
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 
 __all__ = ["candidate_sets", "rollouts", "run"]
@@ -53,7 +53,7 @@ def run() -> None:
     arrays = rollouts()
     lists: dict[str, Any] = {name: [row.tolist() for row in rows] for name, rows in arrays.items()}
     from_lists = {
-        "loop": lambda: naive_layouts.collate_rl(**lists, pad_token_id=0),
+        "loop": lambda: reference_loops.collate_rl(**lists, pad_token_id=0),
         "collate_rl, from arrays": lambda: collate_rl(**arrays, pad_token_id=0),
         "collate_rl, from lists": lambda: collate_rl(**lists, pad_token_id=0),
     }
@@ -65,7 +65,7 @@ def run() -> None:
     compare(
         "SFT collation, unpacked, B = 1024",
         {
-            "loop": lambda: naive_layouts.collate_sft(sft, counts, masks, pad_token_id=0),
+            "loop": lambda: reference_loops.collate_sft(sft, counts, masks, pad_token_id=0),
             "collate_sft, from lists": lambda: collate_sft(sft, counts, masks, pad_token_id=0),
         },
         target=10,

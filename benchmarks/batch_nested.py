@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.paired_timing import compare, compare_counts
-from sglang_topp.batch import naive_layouts, nest_batch, unnest_batch
+from sglang_topp.batch import nest_batch, reference_loops, unnest_batch
 
 __all__ = ["padded_batch", "run"]
 
@@ -67,7 +67,7 @@ def run() -> None:
         "nest + unnest against the loop over rows",
         {
             "loop": lambda: [
-                naive_layouts.unnest(naive_layouts.nest(field, mask), width) for field in batch.values()
+                reference_loops.unnest(reference_loops.nest(field, mask), width) for field in batch.values()
             ],
             "nest_batch, unnest_batch": lambda: unnest_batch(nest_batch(batch, fields, narrow=False)),
         },

@@ -4,7 +4,7 @@ The samples come from the benchmark `batch_collate`. A packed row holds up to 16
 divided among 8 data-parallel ranks. Every sample is padded to a multiple of 8 tokens, for 2 tensor-parallel
 and 2 context-parallel ranks.
 
-Most tables compare `PackedCollator` with `naive_layouts.py`, which loops over samples and joins lists of
+Most tables compare `PackedCollator` with `reference_loops.py`, which loops over samples and joins lists of
 tokens. One table compares `PackedCollator` with a loop over tokens, because SkyRL measured a speedup of 34 x
 over such a loop (pull request 1808). This table packs fewer samples than the other tables, because the loop
 takes seconds.
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.batch_collate import candidate_sets, rollouts
 from benchmarks.harness.paired_timing import compare, compare_counts
-from sglang_topp.batch import PackedCollator, collate_rl, naive_layouts, split_micro_batches, take_batch
+from sglang_topp.batch import PackedCollator, collate_rl, reference_loops, split_micro_batches, take_batch
 from sglang_topp.batch.bin_packing import first_fit_decreasing
 
 __all__ = ["run"]
@@ -45,12 +45,12 @@ def run() -> None:
     footprints = [-(-n // collator.sequence_multiple) * collator.sequence_multiple for n in lengths]
 
     def sft_loop(batch: int = len(ids)) -> object:
-        bins = naive_layouts.first_fit_decreasing(footprints[:batch], _BUDGET)
-        return naive_layouts.pack_sft(bins, ids[:batch], counts[:batch], masks[:batch], **multiples)
+        bins = reference_loops.first_fit_decreasing(footprints[:batch], _BUDGET)
+        return reference_loops.pack_sft(bins, ids[:batch], counts[:batch], masks[:batch], **multiples)
 
     def rl_loop() -> object:
-        bins = naive_layouts.first_fit_decreasing(footprints, _BUDGET)
-        return naive_layouts.pack_rl(bins, **lists, **multiples)
+        bins = reference_loops.first_fit_decreasing(footprints, _BUDGET)
+        return reference_loops.pack_rl(bins, **lists, **multiples)
 
     compare(
         "packed SFT, B = 1024",
@@ -86,7 +86,7 @@ def run() -> None:
     compare(
         "first-fit decreasing alone",
         {
-            "loop": lambda: naive_layouts.first_fit_decreasing(footprints, _BUDGET),
+            "loop": lambda: reference_loops.first_fit_decreasing(footprints, _BUDGET),
             "first_fit_decreasing": lambda: first_fit_decreasing(np.array(footprints), _BUDGET),
         },
     )
@@ -99,10 +99,10 @@ def run() -> None:
 def _loop_over_tokens(
     ids: list[list[int]], counts: list[int], masks: list[list[int]], multiples: dict[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Pack like `naive_layouts.pack_sft`, but loop over every token, and return no position ids."""
+    """Pack like `reference_loops.pack_sft`, but loop over every token, and return no position ids."""
     multiple = multiples["sequence_multiple"]
     footprints = [-(-len(row) // multiple) * multiple for row in ids]
-    bins = naive_layouts.first_fit_decreasing(footprints, _BUDGET)
+    bins = reference_loops.first_fit_decreasing(footprints, _BUDGET)
     widest = max(sum(footprints[i] for i in members) for members in bins)
     width = -(-widest // multiples["row_multiple"]) * multiples["row_multiple"]
     sequences = torch.full((len(bins), width), multiples["pad_token_id"])

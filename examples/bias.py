@@ -5,15 +5,17 @@ form a Markov chain with few states, so dynamic programming computes the exact e
 gradient of this reward. The script also estimates gradients from samples, and compares these estimates with
 the exact gradients. Candidate sets and scores come from `sglang_topp`.
 
-The script trains the policy with four losses (`WAYS`). The losses normalize the log-probs of the importance
-ratio in different ways::
+The script trains the policy with four losses (`WAYS`). The losses differ in the log-probs of the importance
+ratio exp(new - old). "Over the sets" means that the log-probs are normalized over the candidate sets. Before
+the first optimizer step of a batch, new and old log-probs come from the same policy::
 
-    replay        new and old log-probs over the candidate sets
-    without       new log-probs over the vocabulary, old log-probs over the candidate sets: the ratio starts
-                  at the kept mass
-    uncorrected   new and old log-probs over the vocabulary: the ratio starts at 1, as if top-p were off
-    truncated IS  like uncorrected, but each token's loss is multiplied by min(p / q, 2); p and q are the
-                  token's probabilities under the policy and the sampler
+    loss          new log-probs         old log-probs         ratio before the first step
+    replay        over the sets         over the sets         1
+    without       over the vocabulary   over the sets         the total probability of the set
+    uncorrected   over the vocabulary   over the vocabulary   1
+    truncated IS  over the vocabulary   over the vocabulary   1; each token's loss times min(p / q, 2)
+
+p and q are the token's probabilities under the policy and the sampler.
 
 Run the script in one of these ways::
 

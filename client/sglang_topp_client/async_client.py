@@ -15,21 +15,20 @@ from sglang_topp_client.argument_checks import check_request_id, seconds, whole_
 from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
 from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
 from sglang_topp_client.dispatch.ordered_results import collect_in_order
-from sglang_topp_client.requests.generate import (
+from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
     SamplingParams,
     TopLogprobsP,
     TopLogprobsSource,
     plan,
 )
+from sglang_topp_client.requests.plan_score import ScoreRequest, Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, plan_resume
-from sglang_topp_client.requests.score import ScoreRequest, Sequences, Start, plan_scores
 from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model
-from sglang_topp_client.weight_push.checkpoint_tensors import check_model_or_tensors
 from sglang_topp_client.weight_push.engine_control import (
     PAUSE_MODES,
     TRANSPORTS,
@@ -39,6 +38,7 @@ from sglang_topp_client.weight_push.engine_control import (
 )
 from sglang_topp_client.weight_push.fleet_push import push_to_fleet
 from sglang_topp_client.weight_push.send_weights import weight_sender
+from sglang_topp_client.weight_push.tensors_to_push import check_model_or_tensors
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 

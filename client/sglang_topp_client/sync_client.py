@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeVar, overload
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_client.async_client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
-from sglang_topp_client.requests.generate import (
+from sglang_topp_client.requests.plan_generate import (
     SamplingParams,
     TopLogprobsP,
     TopLogprobsSource,
 )
+from sglang_topp_client.requests.plan_score import Sequences, Start
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort
-from sglang_topp_client.requests.score import Sequences, Start
 from sglang_topp_client.transport.loop_thread import LoopThread
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score

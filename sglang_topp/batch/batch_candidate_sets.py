@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.input_rows import as_integers
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError
 
 __all__ = ["BatchCandidateSets", "cut", "row_index"]

@@ -9,7 +9,7 @@ R_i). In `collate_sft`, the loss covers the last `num_actions[i]` tokens of samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-`naive_layouts.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
+`reference_loops.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def collate_rl(
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
 
-    The result equals that of `naive_layouts.collate_rl` bit for bit.
+    The result equals that of `reference_loops.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
@@ -219,7 +219,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result equals that of `naive_layouts.collate_sft` bit for bit.
+    """Collate supervised examples. The result equals that of `reference_loops.collate_sft` bit for bit.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.

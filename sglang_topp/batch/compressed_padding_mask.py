@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import cut
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 
 __all__ = ["CompressedMask", "blocks"]
 

@@ -34,7 +34,7 @@ from sglang_topp.batch.batch_dict_rows import (
     with_columns,
 )
 from sglang_topp.batch.compressed_padding_mask import CompressedMask
-from sglang_topp.batch.dtype_narrowing import narrowed, widened
+from sglang_topp.batch.lossless_dtype_narrowing import narrowed, widened
 from sglang_topp.errors import InvalidInputError
 
 __all__ = ["NestedBatch", "NestedFieldSpec", "nest_batch", "unnest_batch"]

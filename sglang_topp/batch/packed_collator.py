@@ -3,13 +3,16 @@
 A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
 writes a token's value to the column whose logits predict the token, one column before the token itself. The
 value of a scored field at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last
-column of each sample predicts no token of the sample, so scored fields are 0 or empty there. Each sample may
-be padded to a multiple of a given length::
+column of each sample predicts no token of the sample, so scored fields are 0 or empty there. If a sample's
+length must be a multiple of some number, the sample is padded.
 
-    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .   .       . is padding, | separates samples
-    scored field   .  r0 r1 r2 .  .  |  r0 .  .   .       r0: the value of response token r0, . is 0 or empty
+Example of one row with two samples. `p` marks tokens of a prompt, `r` marks tokens of a response and their
+values, and `.` marks padding and empty values::
 
-`naive_layouts.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
+    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .  .
+    scored field   .  r0 r1 r2 .  .  |  r0 .  .  .
+
+`reference_loops.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
 
 Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
 columns.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates.csr_arrays import (
+from sglang_topp.candidates.csr_operations import (
     Int32Array,
     Int64Array,
     blocks_of,

@@ -9,7 +9,7 @@ from typing import Any
 import pybase64
 
 from sglang_topp.formats.field_parsing import b64bytes
-from sglang_topp.formats.top_k_logprobs import merge_top_k
+from sglang_topp.formats.sglang_top_k_logprobs import merge_top_k
 
 __all__ = ["merge_stream_chunks"]
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import (
+from sglang_topp.candidates.csr_operations import (
     first_true,
     offsets_of,
     rows_of,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.candidates.csr_arrays import first_true
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.candidates.validation import MAX_LOGPROB, as_float32
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import check_count, entry_rows, renaming_errors

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import MissingCandidateSetsError, WireError
 from sglang_topp.formats.field_parsing import (
     FLOAT32,

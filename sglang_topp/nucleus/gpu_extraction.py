@@ -1,15 +1,17 @@
 """Extract candidate sets with Triton kernels on a GPU: two functions wait for the GPU, and two do not.
 
-The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
-`stage_support` do not wait for the GPU. The two functions write the sets to a staging area of fixed size, and
-leave out sets that do not fit. The caller copies the staging area to the host, reads which rows' sets were
-left out, and extracts those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes,
-and allocate memory of exactly the right size.
+`stage_top_p` and `top_p_candidates` extract the tokens of a threshold p. `stage_support` and
+`support_candidates` extract the tokens that a sampler can draw: those with a sampling weight above 0.
 
-Shape legend: B rows of log-probs, R rows that a sampler drew from, V ids in the vocabulary, W sampling
-weights per row, C candidates that fit in the staging area, n candidates in all. A sampler draws tokens in
-proportion to sampling weights. Without the argument `token_ids_RW`, every id of the vocabulary has a weight,
-and W is V. With `token_ids_RW`, only the ids in `token_ids_RW` have weights, so W may be less than V.
+The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
+`stage_support` do not wait. They write the sets to a staging area of fixed size, and leave out sets that do
+not fit. The caller copies the staging area to the host, reads which rows' sets were left out, and extracts
+those sets again. `top_p_candidates` and `support_candidates` wait for the set sizes, and allocate memory of
+exactly the right size.
+
+Shape legend: B rows of log-probs, R rows with sampling weights, V ids in the vocabulary, W sampling weights
+per row, C candidates that fit in the staging area, n candidates in all. W is less than V if `token_ids_RW`
+lists the ids that have weights; otherwise W is V.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.nucleus import sampler_support_triton, top_p_triton
 from sglang_topp.nucleus.host_to_device import to_device

@@ -2,11 +2,10 @@
 
 A nucleus usually has tens of tokens out of a hundred thousand. The code therefore cuts each row of log-probs
 into blocks of neighboring token ids, and reads only the blocks with the highest maxima. Let `bound` be the
-lowest maximum among the blocks that are read. Every token with a log-prob above `bound` lies in a block that
-is read. If the tokens above `bound` have a total probability of at least `p`, the blocks that are read
-contain the whole nucleus. For every row, the code computes the total probability of the tokens above `bound`.
-If this total is below `p`, the code reads more blocks of the row, and finally the whole row. Every result is
-therefore exact.
+lowest maximum among the blocks that are read. No block that is not read holds a log-prob above `bound`, so
+the code reads every token above `bound`. If these tokens have a total probability of at least `p`, the blocks
+that are read contain the whole nucleus. If the total is below `p`, the code reads more blocks of the row, and
+finally the whole row. Every result is therefore exact.
 
 One pass over each row computes the maxima of the row's blocks. After this pass, the code usually works on a
 few thousand log-probs per row.

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import first_true
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.to_numpy import to_numpy
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import first_true, log_sum_exp, offsets_of, rows_of
+from sglang_topp.candidates.csr_operations import first_true, log_sum_exp, offsets_of, rows_of
 from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch import naive_layouts
+from sglang_topp.batch import reference_loops
 from sglang_topp.batch.bin_packing import deal_bins, first_fit_decreasing
 from sglang_topp.errors import InvalidInputError
 
@@ -18,7 +18,7 @@ SIZES = st.lists(st.integers(0, 20), max_size=40).map(lambda sizes: np.array(siz
 
 @given(SIZES, st.integers(20, 60))
 def test_first_fit_decreasing_equals_the_reference(sizes: np.ndarray, capacity: int) -> None:
-    assert first_fit_decreasing(sizes, capacity) == naive_layouts.first_fit_decreasing(
+    assert first_fit_decreasing(sizes, capacity) == reference_loops.first_fit_decreasing(
         sizes.tolist(), capacity
     )
 

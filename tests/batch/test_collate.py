@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
-from sglang_topp.batch import BatchCandidateSets, collate_rl, collate_sft, naive_layouts, pack_loss_mask
+from sglang_topp.batch import BatchCandidateSets, collate_rl, collate_sft, pack_loss_mask, reference_loops
 from sglang_topp.errors import InvalidInputError
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 from tests.fake_gpu import gpu
@@ -57,7 +57,9 @@ def test_rl_equals_the_reference_for_every_kind_of_row(
         kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=len(rows), max_size=len(rows)))
         floats = name in ("rewards", "logprobs")
         mixed[name] = [_array(kind)(row, floats) for kind, row in zip(kinds, rows, strict=True)]
-    assert_same(collate_rl(**mixed, pad_token_id=pad), naive_layouts.collate_rl(**columns, pad_token_id=pad))
+    assert_same(
+        collate_rl(**mixed, pad_token_id=pad), reference_loops.collate_rl(**columns, pad_token_id=pad)
+    )
 
 
 @given(rollout_lists(), st.integers(0, 2**32 - 1))
@@ -67,7 +69,7 @@ def test_rl_keeps_the_candidate_sets_of_every_sample(columns: dict[str, Any], se
     candidates = batch.pop("candidates")
     assert list(candidates) == sets
     assert candidates.row_offsets.tolist() == np.cumsum([0, *map(len, columns["responses"])]).tolist()
-    assert_same(batch, naive_layouts.collate_rl(**columns, pad_token_id=PAD))
+    assert_same(batch, reference_loops.collate_rl(**columns, pad_token_id=PAD))
 
 
 @pytest.mark.parametrize("form", ["bits", "int8"])
@@ -76,7 +78,7 @@ def test_rl_accepts_packed_loss_masks(form: Any) -> None:
     packed = [pack_loss_mask(mask, form=form) for mask in columns["loss_masks"]]
     assert_same(
         collate_rl(**{**columns, "loss_masks": packed}, pad_token_id=PAD),
-        naive_layouts.collate_rl(**columns, pad_token_id=PAD),
+        reference_loops.collate_rl(**columns, pad_token_id=PAD),
     )
 
 
@@ -85,7 +87,9 @@ def test_rl_accepts_masks_and_ids_of_every_width(dtype: Any) -> None:
     columns = rl_columns()
     narrow = dict(columns, loss_masks=[np.array(mask, dtype) for mask in columns["loss_masks"]])
     narrow["responses"] = [np.array(ids, np.uint32) for ids in columns["responses"]]
-    assert_same(collate_rl(**narrow, pad_token_id=PAD), naive_layouts.collate_rl(**columns, pad_token_id=PAD))
+    assert_same(
+        collate_rl(**narrow, pad_token_id=PAD), reference_loops.collate_rl(**columns, pad_token_id=PAD)
+    )
 
 
 def test_rl_accepts_bfloat16_rewards() -> None:
@@ -93,7 +97,7 @@ def test_rl_accepts_bfloat16_rewards() -> None:
     rewards = [torch.tensor(row, dtype=torch.bfloat16) for row in columns["rewards"]]
     assert_same(
         collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
-        naive_layouts.collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
+        reference_loops.collate_rl(**{**columns, "rewards": rewards}, pad_token_id=PAD),
     )
 
 
@@ -113,7 +117,7 @@ def test_rl_accepts_rows_on_different_devices() -> None:
             ],
         }
         batch = collate_rl(**mixed, pad_token_id=PAD)
-    assert_same(batch, naive_layouts.collate_rl(**columns, pad_token_id=PAD))
+    assert_same(batch, reference_loops.collate_rl(**columns, pad_token_id=PAD))
 
 
 def test_rl_does_not_share_memory_with_its_inputs() -> None:
@@ -212,7 +216,7 @@ def test_padding_token_that_is_no_integer_is_refused(pad: Any) -> None:
 
 @pytest.mark.parametrize("pad", [np.int32(PAD), torch.tensor(PAD)])
 def test_padding_token_may_have_any_integer_type(pad: Any) -> None:
-    expected = naive_layouts.collate_rl(**rl_columns(), pad_token_id=PAD)
+    expected = reference_loops.collate_rl(**rl_columns(), pad_token_id=PAD)
     assert_same(collate_rl(**rl_columns(), pad_token_id=pad), expected)
 
 
@@ -248,11 +252,11 @@ def test_sft_equals_the_reference(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.lists(IDS, max_size=12), min_size=1, max_size=6))
     counts = [data.draw(st.integers(0, len(row))) for row in ids]
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
-    expected = naive_layouts.collate_sft(ids, counts, masks, pad_token_id=PAD)
+    expected = reference_loops.collate_sft(ids, counts, masks, pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, masks, pad_token_id=PAD), expected)
     arrays = [np.array(row, np.int64) for row in ids]
     assert_same(collate_sft(arrays, np.array(counts), masks, pad_token_id=PAD), expected)
-    ones = naive_layouts.collate_sft(ids, counts, [[1] * n for n in counts], pad_token_id=PAD)
+    ones = reference_loops.collate_sft(ids, counts, [[1] * n for n in counts], pad_token_id=PAD)
     assert_same(collate_sft(ids, counts, pad_token_id=PAD), ones)
 
 
@@ -289,7 +293,7 @@ def test_rl_collates_further_fields(columns: dict[str, Any], data: st.DataObject
     floats = [torch.from_numpy(rng.normal(size=n).astype(np.float32)) for n in lengths]
     ids = [torch.from_numpy(rng.integers(-(2**62), 2**62, n)) for n in lengths]
     fields = {"values": floats, "expert": ids if any(lengths) else floats}
-    expected = naive_layouts.collate_rl(**columns, fields=fields, pad_token_id=PAD)
+    expected = reference_loops.collate_rl(**columns, fields=fields, pad_token_id=PAD)
     assert_same(collate_rl(**columns, fields=fields, pad_token_id=PAD), expected)
     as_arrays = {name: [row.numpy() for row in rows] for name, rows in fields.items()}
     assert_same(collate_rl(**columns, fields=as_arrays, pad_token_id=PAD), expected)
@@ -350,7 +354,7 @@ def test_sft_normalizes_the_loss_mask(data: st.DataObject) -> None:
     masks = [data.draw(st.lists(st.integers(0, 1), max_size=len(row))) for row in ids]
     counts = [len(mask) for mask in masks]
     batch = collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
-    expected = naive_layouts.collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
+    expected = reference_loops.collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
     assert_same(batch, expected)
     assert float(batch["loss_mask"].sum(dtype=torch.float64)) == pytest.approx(
         1.0 if any(map(any, masks)) else 0.0, rel=1e-6

@@ -17,8 +17,8 @@ from sglang_topp.batch import (
     BatchCandidateSets,
     NestedBatch,
     NestedFieldSpec,
-    naive_layouts,
     nest_batch,
+    reference_loops,
     unnest_batch,
 )
 from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
@@ -124,8 +124,8 @@ def test_jagged_values_equal_those_of_the_reference(
     field = torch.from_numpy(rng.integers(0, 3, (*mask.shape, *rest)))
     field[torch.from_numpy(rng.random(mask.shape) < 0.8)] = pad
     nested = nest_batch({"mask": mask, "field": field}, {"field": NestedFieldSpec("mask", pad)})
-    expected = naive_layouts.nest(field, mask, pad)
-    assert naive_layouts.unnest(expected, mask.shape[1], pad).equal(field)
+    expected = reference_loops.nest(field, mask, pad)
+    assert reference_loops.unnest(expected, mask.shape[1], pad).equal(field)
     got = nested.jagged("field").unbind()
     for row, (_, values) in zip(got, expected, strict=True):
         assert row.equal(values)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch import PackedBatch, PackedCollator, naive_layouts, take_batch
+from sglang_topp.batch import PackedBatch, PackedCollator, reference_loops, take_batch
 from sglang_topp.errors import InvalidInputError
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 
@@ -86,7 +86,7 @@ def test_sft_equals_the_reference(collator: PackedCollator, data: st.DataObject)
     batch = collator.collate_sft(ids, counts, masks)
     check_layout(collator, batch, [len(row) for row in ids])
     bins = [members.tolist() for members in batch["samples"]]
-    assert_same(batch, naive_layouts.pack_sft(bins, ids, counts, masks, **multiples(collator)))
+    assert_same(batch, reference_loops.pack_sft(bins, ids, counts, masks, **multiples(collator)))
     losses = sum(
         sum(mask[1:] if n == len(row) else mask) for row, n, mask in zip(ids, counts, masks, strict=True)
     )
@@ -104,7 +104,7 @@ def test_rl_equals_the_reference_and_places_every_set(
     lengths = [len(p) + len(r) for p, r in zip(columns["prompts"], columns["responses"], strict=True)]
     check_layout(collator, batch, lengths)
     bins = [members.tolist() for members in batch["samples"]]
-    assert_same(batch, naive_layouts.pack_rl(bins, **columns, **multiples(collator)))
+    assert_same(batch, reference_loops.pack_rl(bins, **columns, **multiples(collator)))
 
     ids = [np.array(row, np.int64) for row in columns["responses"]]
     further: Any = collator.collate_rl(**columns, fields={"again": columns["rewards"], "ids": ids})

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates import NO_TOKEN, csr_arrays, duplicate_check
+from sglang_topp.candidates import NO_TOKEN, csr_operations, duplicate_check
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
 LOWEST = np.finfo(np.float32).min
@@ -522,7 +522,7 @@ def test_errors_name_the_position_for_any_block_size(at_once, t, data):
     logprobs = np.full(len(ids), -1.0, np.float32)
     sampled = np.where(np.array(sizes) > 0, 0, NO_TOKEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(csr_arrays, "_AT_ONCE", at_once)
+        patch.setattr(csr_operations, "_AT_ONCE", at_once)
         CandidateSets(ids, logprobs, offsets, sampled)
         for wrong in ("token_ids", "logprobs", "sampled_ids"):
             arrays = {"token_ids": ids.copy(), "logprobs": logprobs.copy(), "sampled_ids": sampled.copy()}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_topp.errors import InvalidInputError, RequestTimeoutError, TransportError, WeightPushError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
-from sglang_topp_client.weight_push import checkpoint_tensors
+from sglang_topp_client.weight_push import tensors_to_push
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.candidate_set_checks import check_rollout
@@ -101,7 +101,7 @@ def test_tensors_reach_every_engine(
     monkeypatch: pytest.MonkeyPatch,
     via: Any,
 ) -> None:
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 100_000)  # several buckets
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 100_000)  # several buckets
     saved = load_file(weight_folders["other-2"] / "model.safetensors")
     with RolloutClient(urls) as client:
         for version, weights in (

@@ -26,7 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
 from sglang_topp_client.codecs.json_fields import read_count

@@ -31,7 +31,7 @@ from sglang_topp_client.protocols.sglang_generate import GenerateExchange, Strea
 from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
 from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange, SidecarExchange
 from sglang_topp_client.protocols.sidecar_scores import ScoresExchange
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 from sglang_topp_client.requests.resume import empty_rollout
 from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.types.rollout import Rollout

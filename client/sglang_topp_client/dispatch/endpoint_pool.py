@@ -13,7 +13,7 @@ from sglang_topp.errors import SglangToppError, TransportError
 from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
 from sglang_topp_client.dispatch.load_balancer import LoadBalancer
 from sglang_topp_client.dispatch.retry_policy import RetryBudget, is_retryable
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 from sglang_topp_client.transport import fd_limit
 from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.http import ServerConfig

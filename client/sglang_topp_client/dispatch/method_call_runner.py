@@ -28,9 +28,9 @@ from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
 from sglang_topp_client.dispatch.partial_rollouts import PartialRollouts
 from sglang_topp_client.dispatch.result_queue import ResultQueue
 from sglang_topp_client.progress import Progress
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.requests.resume import OnAbort, mark_interruptible
-from sglang_topp_client.requests.score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.types.rollout import Rollout

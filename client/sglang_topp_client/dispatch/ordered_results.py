@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.dispatch.dispatcher import OnFailure, Operation, Result
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 
 __all__ = ["collect_in_order"]
 

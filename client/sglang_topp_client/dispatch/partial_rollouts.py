@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 from sglang_topp_client.requests.resume import OnAbort, as_finished, continuation_request
 from sglang_topp_client.types.join_rollouts import join_parts
 from sglang_topp_client.types.rollout import ABORT, Rollout

@@ -1,4 +1,7 @@
-"""Read and check fields of SGLang's `/generate` answers. An unexpected type or value raises WireError."""
+"""Read the log-probs and the weight version from SGLang's `/generate` answers, and check them.
+
+An unexpected type or value raises WireError. Answers to generation and to scoring have these fields alike.
+"""
 
 from __future__ import annotations
 

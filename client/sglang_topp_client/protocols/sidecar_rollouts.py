@@ -36,7 +36,7 @@ from sglang_topp_client.codecs.binary_frame import is_frame
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_client.requests.generate import SampleRequest, check_source
+from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
 from sglang_topp_client.types.rollout import ABORT, SAMPLER, Rollout
 
 __all__ = ["SERVICE", "RolloutsExchange", "SidecarExchange"]

@@ -25,7 +25,7 @@ from sglang_topp.errors import MissingCandidateSetsError, WireError
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
 from sglang_topp_client.protocols.sidecar_rollouts import SidecarExchange
-from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.types.score import Score
 
 __all__ = ["ScoresExchange"]

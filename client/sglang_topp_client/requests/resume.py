@@ -20,7 +20,7 @@ import numpy as np
 from sglang_topp import CandidateSets
 from sglang_topp.engine_contract.resumable_sampling_params import find_resume_problem
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.requests.generate import (
+from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
     SamplingParams,
     TopLogprobsP,

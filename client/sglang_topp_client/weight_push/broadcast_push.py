@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_topp.errors import SglangToppError, TransportError
-from sglang_topp_client.weight_push.checkpoint_tensors import Bucket, NamedTensor
 from sglang_topp_client.weight_push.engine_control import EngineControl
 from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.tensors_to_push import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
 

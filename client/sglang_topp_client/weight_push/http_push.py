@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pybase64
 
-from sglang_topp_client.weight_push.checkpoint_tensors import Bucket
 from sglang_topp_client.weight_push.engine_control import EngineControl
 from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.tensors_to_push import Bucket
 
 __all__ = ["push_tensors"]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
 from sglang_topp_client.weight_push.checkpoint_folder import checkpoint_folder
-from sglang_topp_client.weight_push.checkpoint_tensors import buckets, named_tensors
 from sglang_topp_client.weight_push.engine_control import EngineControl, Transport
 from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
 from sglang_topp_client.weight_push.http_push import push_tensors
+from sglang_topp_client.weight_push.tensors_to_push import buckets, named_tensors
 
 __all__ = ["weight_sender"]
 

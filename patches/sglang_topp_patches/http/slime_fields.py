@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_topp.candidates.csr_arrays import log_sum_exp, offsets_of
+from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.formats.field_parsing import INT32, b64text
 from sglang_topp_patches.refusal_reasons import nucleus_problem

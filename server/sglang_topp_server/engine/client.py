@@ -18,8 +18,8 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
-from sglang_topp_client.requests.generate import SampleRequest, plan
-from sglang_topp_client.requests.score import ScoreRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest, plan
+from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error

@@ -10,7 +10,7 @@ import pytest
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
 from sglang_topp_client.dispatch import retry_policy
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from sglang_topp import CandidateSets
 from sglang_topp_client.dispatch.partial_rollouts import PartialRollouts
-from sglang_topp_client.requests.generate import SampleRequest
+from sglang_topp_client.requests.plan_generate import SampleRequest
 
 WANTED = SampleRequest(0, [5], {"max_new_tokens": 100}, (0, 1), 0.9, "distribution", resumed_tokens=0)
 

@@ -10,7 +10,7 @@ from sglang_topp_client.codecs.error_json import error_to_json
 from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_to_json
 from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange
-from sglang_topp_client.requests.generate import SampleRequest, plan
+from sglang_topp_client.requests.plan_generate import SampleRequest, plan
 
 
 def exchange(wanted=None):

@@ -8,7 +8,7 @@ import pytest
 from sglang_topp import errors
 from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
 from sglang_topp_client.protocols.sidecar_scores import ScoresExchange
-from sglang_topp_client.requests.score import plan_scores
+from sglang_topp_client.requests.plan_score import plan_scores
 
 
 def exchange(wanted=None):

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from sglang_topp.errors import InvalidInputError, WeightPushError
-from sglang_topp_client.weight_push import broadcast_push, checkpoint_tensors
+from sglang_topp_client.weight_push import broadcast_push, tensors_to_push
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -71,7 +71,7 @@ async def refuse(asked, reply):
 @pytest.mark.parametrize("has_group", [False, True], ids=["alone", "beside-a-default-group"])
 async def test_every_rank_receives_the_tensors(engines, client, monkeypatch, has_group):
     """The ranks are processes without SGLang, which the fakes start."""
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 50)  # two tensors
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 50)  # two tensors
     ranks = []
     accept = engines[0].paths[JOIN]
 
@@ -169,7 +169,7 @@ async def test_wrong_weights_are_refused(engines, client, no_group, weights):
 
 
 async def test_a_wrong_tensor_after_others_is_a_failed_push(engines, client, no_group, monkeypatch):
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 1)
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
     with pytest.raises(WeightPushError, match=r"weights: got an entry \('b', 1\)"):
         await client.push_weights([*WEIGHTS, ("b", 1)], version="8", via="distributed")
     assert len(engines[0].calls) == 2

@@ -10,7 +10,7 @@ import torch
 
 from sglang_topp.errors import InvalidInputError, WeightPushError, WireError
 from sglang_topp_client import RolloutClient
-from sglang_topp_client.weight_push import checkpoint_tensors
+from sglang_topp_client.weight_push import tensors_to_push
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -48,7 +48,7 @@ def received(engine):
 
 
 async def test_every_rank_of_every_engine_gets_all_tensors_in_order(engines, client, monkeypatch):
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 100)  # two tensors
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 100)  # two tensors
     await client.push_weights(WEIGHTS, version="8", via="tensor")
     for engine, num_ranks in zip(engines, (1, 2), strict=True):
         assert steps(engine) == [
@@ -85,7 +85,7 @@ async def test_a_session_that_was_left_open_is_ended_first(engines, client):
 
 @pytest.mark.parametrize("path", [BEGIN, UPDATE, END])
 async def test_an_engine_that_fails_leaves_all_paused(engines, client, monkeypatch, path):
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 1)
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
     accept = engines[1].paths[path]
     engines[1].paths[path] = refuse
     with pytest.raises(WeightPushError, match="reached 1 of 2 engines") as failed:
@@ -139,7 +139,7 @@ async def test_wrong_weights_are_refused_before_any_pause(engines, client, weigh
 
 
 async def test_a_wrong_tensor_after_others_is_a_failed_push(engines, client, monkeypatch):
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 1)
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
     with pytest.raises(WeightPushError, match=r"weights: got an entry \('b', 1\)") as failed:
         await client.push_weights([*WEIGHTS, ("b", 1)], version="8", via="tensor")
     assert set(failed.value.weight_versions.values()) == {None}
@@ -148,7 +148,7 @@ async def test_a_wrong_tensor_after_others_is_a_failed_push(engines, client, mon
 
 
 def test_the_synchronous_client_reads_a_generator_bucket_by_bucket(engines, monkeypatch):
-    monkeypatch.setattr(checkpoint_tensors, "MAX_BUCKET_BYTES", 1)
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
     num_sent = []
 
     def generate():

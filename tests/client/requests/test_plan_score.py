@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.requests.score import plan_scores
+from sglang_topp_client.requests.plan_score import plan_scores
 
 
 def starts(*args, **kwargs):

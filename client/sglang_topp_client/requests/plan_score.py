@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.requests.generate import (
+from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
     TopLogprobsP,
     one_each,

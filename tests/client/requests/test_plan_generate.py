@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.requests.generate import plan
+from sglang_topp_client.requests.plan_generate import plan
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Convert arrays to the narrowest dtype that holds every value exactly, and back."""
+"""Convert arrays to the narrowest dtype that holds every value exactly, and back.
+
+With `narrow=True`, `nest_batch` narrows the fields of a batch, and `unnest_batch` widens them again.
+"""
 
 from __future__ import annotations
 

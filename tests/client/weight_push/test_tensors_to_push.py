@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.weight_push.checkpoint_tensors import buckets, check_model_or_tensors, named_tensors
+from sglang_topp_client.weight_push.tensors_to_push import buckets, check_model_or_tensors, named_tensors
 
 SIZES = {
     "vocab_size": 32,
@@ -52,7 +52,7 @@ def test_pairs_pass_as_they_are():
 
 def test_buckets_are_full_and_the_last_is_named():
     tensors = [(str(i), torch.empty(size, dtype=torch.uint8)) for i, size in enumerate((60, 60, 200, 10, 0))]
-    import sglang_topp_client.weight_push.checkpoint_tensors as module
+    import sglang_topp_client.weight_push.tensors_to_push as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_BUCKET_BYTES", 128 * 2**20)

@@ -25,7 +25,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import offsets_of
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, renaming_errors
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_arrays import first_true, offsets_of, rows_of, sorted_by_logprob
+from sglang_topp.candidates.csr_operations import first_true, offsets_of, rows_of, sorted_by_logprob
 from sglang_topp.candidates.validation import LOWEST, as_float32, check_distinct
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats import output_token_logprobs
