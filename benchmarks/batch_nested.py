@@ -1,10 +1,10 @@
-"""Benchmark of converting a padded batch to nested tensors and back: memory size and time.
+"""Benchmark of converting a padded batch to a `NestedBatch` and back: memory size and time.
 
 The batch has 1024 x 16384 positions, of which 8.7 % hold tokens. The batch has two int64 fields (the
 responses and their mask), and three float32 fields. The dense batch takes 470 MB, so it fits in the memory of
 a small machine. The controller process of a real trainer would hold a batch with eight times as many rows.
 
-The baseline copies the dense batch with NumPy, because the nested batches are NumPy arrays too. On Linux,
+The baseline copies the dense batch with NumPy, because a `NestedBatch` holds NumPy arrays too. On Linux,
 NumPy uses huge pages. With `torch.clone`, the copy would use pages of 4 KiB, and Linux would compact memory
 during the next timed function.
 """

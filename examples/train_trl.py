@@ -2,8 +2,9 @@
 
 The model is small and random, and is created when the example starts. The reward of a sample is the share of
 even token ids. For each step, the example prints the importance ratios and the kept mass. The kept mass is
-the total probability of a token's candidate set. If the trainer scored over the whole vocabulary, a token's
-ratio before the first update would be the kept mass, not 1.
+the total probability of a token's candidate set. The sampler divides each probability by the kept mass. If
+the trainer scored over the whole vocabulary, a token's ratio before the first update would therefore be the
+kept mass, not 1.
 
     python examples/train_trl.py               # three steps: a minute to start SGLang, seconds per step
     python examples/train_trl.py --steps 20    # the reward rises

@@ -12,9 +12,9 @@ from typing import Any, Literal, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
+from sglang_topp_client.dispatch.collect_in_order import collect_in_order
 from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
 from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
-from sglang_topp_client.dispatch.ordered_results import collect_in_order
 from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
     SamplingParams,

@@ -9,7 +9,7 @@ from sglang_topp.replay.metrics import ReplayMetrics, replay_metrics
 from sglang_topp.replay.old_logprobs import replayed_old_logprobs
 from sglang_topp.replay.row_selection import Layout, RowSelection
 from sglang_topp.replay.scores_from_candidate_logits import Scores
-from sglang_topp.replay.vocab_shards import vocab_range
+from sglang_topp.replay.vocab_shard_reductions import vocab_range
 
 __all__ = [
     "CandidateTensors",

@@ -34,7 +34,7 @@ from sglang_topp.replay.vocab_shard_candidates import (
     check_num_sets,
     check_targets,
 )
-from sglang_topp.replay.vocab_shards import reduce_sum
+from sglang_topp.replay.vocab_shard_reductions import reduce_sum
 
 __all__ = ["candidate_logprobs", "check_head", "support_logits"]
 

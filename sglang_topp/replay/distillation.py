@@ -24,7 +24,7 @@ from sglang_topp.replay.scores_from_candidate_logits import accumulation_dtype
 from sglang_topp.replay.tail_logsumexp import support_and_tail
 from sglang_topp.replay.teacher_distribution import SMALLEST_TAIL, TeacherDistribution
 from sglang_topp.replay.vocab_shard_candidates import Shard, SupportIndex
-from sglang_topp.replay.vocab_shards import reduce_sum
+from sglang_topp.replay.vocab_shard_reductions import reduce_sum
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 

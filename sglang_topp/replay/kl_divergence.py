@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.scores_from_candidate_logits import check_held
 from sglang_topp.replay.vocab_shard_candidates import SupportIndex
-from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, reduce_sum
 
 __all__ = ["divergence"]
 

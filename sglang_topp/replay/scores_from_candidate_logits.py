@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.vocab_shard_candidates import SupportIndex, TargetMatch
-from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, reduce_sum
 
 __all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
 

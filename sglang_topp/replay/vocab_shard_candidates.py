@@ -20,7 +20,7 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.vocab_shards import first_true
+from sglang_topp.replay.vocab_shard_reductions import first_true
 
 __all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targets", "sets_on"]
 

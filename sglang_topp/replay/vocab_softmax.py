@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.vocab_shard_candidates import Shard
-from sglang_topp.replay.vocab_shards import first_true, reduce_max, reduce_sum
+from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, reduce_sum
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 

@@ -1,4 +1,6 @@
-"""One rank of `test_vocab_shards`: `python tensor_parallel_rank.py <rank> <ranks> <rendezvous file>`.
+"""One rank of `test_vocab_shard_reductions`.
+
+    python tensor_parallel_rank.py RANK RANKS RENDEZVOUS_FILE
 
 Every case computes its values twice: on this rank as a part of the group, and alone. It prints their largest
 difference, relative to the largest value, as one JSON line.

@@ -23,7 +23,7 @@ from sglang_topp_client.view.run_summary import RunSummary
 from sglang_topp_client.view.token_metrics import token_metrics
 from sglang_topp_client.view.token_text import TokenTexts
 from sglang_topp_client.view.token_view_data import MAX_LISTED, encode_detail, ids_of_detail
-from sglang_topp_client.view.top_tokens import TokenPlace
+from sglang_topp_client.view.worst_tokens import TokenPlace
 
 __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 

@@ -18,7 +18,7 @@ from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SI
 from sglang_topp_client.view.ratio_summary import OFF, RatioSummary
 from sglang_topp_client.view.rollout_table import RolloutTable
 from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
-from sglang_topp_client.view.top_tokens import TokenPlace, TopTokens
+from sglang_topp_client.view.worst_tokens import TokenPlace, TopTokens
 
 __all__ = ["NUM_WORST", "RunSummary"]
 

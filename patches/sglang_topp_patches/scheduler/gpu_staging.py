@@ -15,9 +15,10 @@ the kept log-probs when the scheduler processes the results, for three reasons:
 3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
    module reads the dtype's lowest value as -inf.
 
-Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. But the
-next replay of a CUDA graph overwrites the sampler's filtered probabilities. For this reason,
-`sampler_candidates` makes a new tensor that marks the filtered probabilities above 0.
+Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. For the
+source `"sampler"`, this module also keeps which probabilities are above 0 after the sampler's filters. SGLang
+overwrites these probabilities in the next replay of a CUDA graph, so `sampler_candidates` marks the
+probabilities above 0 in a new tensor.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the a
 that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps SGLang's function that reports the
 log-probs of accepted tokens, and extracts the sets.
 
-Only the device knows how many tokens each request accepted. So each request that asks for sets gets one
-*slot* for each level of its draft tree. A slot holds the index of the tree node at which the kernel drew a
-token. The first slot holds the index of the tree's root. The unused slots after the last drawn token also
-hold the root's index, and get no set.
+Only the device knows how many tokens each request accepted, so the host reserves room for the largest
+possible number: one *slot* for each level of the draft tree. The kernel draws the first token at the tree's
+root, and each further token at the node of the last accepted draft. A slot holds the index of the node at
+which its token was drawn. A slot without a token holds the root's index, and gets no set.
 
 Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
 of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all

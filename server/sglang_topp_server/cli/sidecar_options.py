@@ -7,8 +7,8 @@ import resource
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from sglang_topp_server.cli.api_keys import ENGINE_KEY, SIDECAR_KEY, read_key
 from sglang_topp_server.cli.argument_types import count, port, seconds
-from sglang_topp_server.cli.environment_keys import ENGINE_KEY, SIDECAR_KEY, read_key
 from sglang_topp_server.limits.settings import Limits
 
 if TYPE_CHECKING:
