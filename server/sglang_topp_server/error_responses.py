@@ -11,10 +11,11 @@
 429    `OverloadedError`, with Retry-After: too many requests at once, too many bytes
        of request bodies, or too many bytes of answers that callers have not read yet
 500    `ServerError`: a bug in the sidecar
-502    `TransportError`, `ServerError`, `WireError`, `RolloutError`: the engine is gone, failed, sent
-       an answer that cannot be decoded, or gave up on a sample
-503    `PatchError`, `MissingCandidateSetsError`: not patched; `ServerError`, with Retry-After: not ready,
-       stopping, or the engine answers 503 (weights were pushed during the request)
+502    `TransportError`: the engine is gone; `ServerError`: the engine failed; `WireError`: the
+       engine's answer cannot be decoded; `RolloutError`: the engine gave up on a sample
+503    `PatchError`, `MissingCandidateSetsError`: the engine's SGLang is not patched
+503    `ServerError`, with Retry-After: the engine is not ready, is stopping, or answers with a
+       503, because weights were pushed during the request
 504    `RequestTimeoutError`
 =====  ========================================================================================
 """

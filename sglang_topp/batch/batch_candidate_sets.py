@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.batch.input_rows import as_integers
+from sglang_topp.batch.write_ragged_rows import as_integers
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError

@@ -23,20 +23,20 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.input_rows import (
-    RaggedRows,
-    as_integer,
-    field_dtype,
-    right_align,
-    right_ones,
-    write_row,
-)
 from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+)
+from sglang_topp.batch.write_ragged_rows import (
+    RaggedRows,
+    as_integer,
+    field_dtype,
+    right_align,
+    right_ones,
+    write_row,
 )
 from sglang_topp.candidates import CandidateSets
 

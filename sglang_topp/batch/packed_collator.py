@@ -2,9 +2,9 @@
 
 A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
 writes a token's value to the column whose logits predict the token, one column before the token itself. The
-value of a scored field at `[row, column]` belongs to the logits at `[row, column]`, without a shift. The last
-column of each sample predicts no token of the sample, so scored fields are 0 or empty there. If a sample's
-length must be a multiple of some number, the sample is padded.
+loss can therefore combine scored fields and logits at equal indices. The last column of each sample predicts
+no token of the sample, so scored fields are 0 or empty there. If a sample's length must be a multiple of some
+number, the sample is padded.
 
 Example of one row with two samples. `p` marks tokens of a prompt, `r` marks tokens of a response and their
 values, and `.` marks padding and empty values::
@@ -30,7 +30,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.input_rows import RaggedRows, as_integer, field_dtype, write_row
 from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
     Rollouts,
@@ -38,6 +37,7 @@ from sglang_topp.batch.sample_validation import (
     read_examples,
     read_rollouts,
 )
+from sglang_topp.batch.write_ragged_rows import RaggedRows, as_integer, field_dtype, write_row
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.input_rows import (
+from sglang_topp.batch.loss_mask_encoding import mask_rows
+from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
     as_integers,
     check_lengths,
@@ -20,7 +21,6 @@ from sglang_topp.batch.input_rows import (
     host_rows,
     row_lengths,
 )
-from sglang_topp.batch.loss_mask_encoding import mask_rows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 

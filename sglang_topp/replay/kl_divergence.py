@@ -2,8 +2,11 @@
 
 A set can have a tail: one more outcome, which stands for all ids outside of the set.
 
-Shape legend: T positions; A of these positions, which `SupportIndex.rows` lists; m candidates that this rank
-holds at the A positions.
+Shape legend:
+
+    T  positions
+    A  positions in `SupportIndex.rows`
+    m  candidates at these positions that this process (one of several, under tensor parallelism) holds
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from sglang_topp_client.dispatch import abort_delivery
 from sglang_topp_client.dispatch.abort_delivery import AbortDelivery
 from sglang_topp_client.dispatch.hang_detection import HealthCheck
 from sglang_topp_client.protocols import sglang_tokenize
-from sglang_topp_client.protocols.field_check import (
+from sglang_topp_client.protocols.lost_fields import (
     REFUSABLE,
     check_fields_of_answer,
     field_check_requests,

@@ -1,6 +1,6 @@
 """Read the log-probs and the weight version from SGLang's `/generate` answers, and check them.
 
-An unexpected type or value raises WireError. Answers to generation and to scoring have these fields alike.
+An unexpected type or value raises WireError. Answers to generation requests and answers to scoring requests both have these fields.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.storage.scored_rollout_files import ScoredRollout, load_scored_rollouts
 from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.view.html_template import page_chunks
+from sglang_topp_client.view.fill_html_template import page_chunks
 from sglang_topp_client.view.rollout_table import MAX_ROWS
 from sglang_topp_client.view.run_summary import RunSummary
 from sglang_topp_client.view.token_metrics import token_metrics

@@ -4,8 +4,9 @@ Both servers receive each generation request. The decode server answers the clie
 draws the first token. The decode server's HTTP process therefore asks the prefill server's HTTP process for
 the sets, as soon as a request arrives. The patch set adds a route to the prefill server's bootstrap server,
 and the decode server asks for the sets on this route. A decode server without the patch set does not ask for
-the sets, and would send an answer without sets. So if a client requests sets, the prefill server delays the
-prefill until a decode server has asked for the sets.
+the sets, and would send an answer without sets. So if a client requests sets, the prefill server begins the
+prefill only after a decode server has asked for the sets. If no decode server asks in time, the prefill
+server refuses the request with a 503.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ the kept log-probs when the scheduler processes the results, for three reasons:
    module reads the dtype's lowest value as -inf.
 
 Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. For the
-source `"sampler"`, this module also keeps which probabilities are above 0 after the sampler's filters. SGLang
-overwrites these probabilities in the next replay of a CUDA graph, so `sampler_candidates` marks the
-probabilities above 0 in a new tensor.
+source `"sampler"`, this module also keeps a tensor that marks the tokens that the sampler could draw.
+`sampler_candidates` computes this tensor anew in each pass.
 """
 
 from __future__ import annotations

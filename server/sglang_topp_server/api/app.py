@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_client.view.html_template import content_security_policy
+from sglang_topp_client.view.fill_html_template import content_security_policy
 from sglang_topp_server.api.auth import ApiKeyMiddleware
 from sglang_topp_server.api.endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
 from sglang_topp_server.api.recent_rollouts import RecentRollouts

@@ -17,7 +17,7 @@ from sglang_topp_client import RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
 from sglang_topp_client.view import build_page
 from sglang_topp_client.view.build_page import page_of_file, page_of_rollouts
-from sglang_topp_client.view.html_template import content_security_policy
+from sglang_topp_client.view.fill_html_template import content_security_policy
 from sglang_topp_client.view.token_text import TokenTexts
 from sglang_topp_client.view.token_view_data import MAX_LISTED, encode_detail
 

@@ -1,4 +1,7 @@
-"""`sglang-topp doctor`: check every function of the installed SGLang that the patch set depends on."""
+"""`sglang-topp doctor`: check every function of the installed SGLang that the patch set depends on.
+
+The checks themselves are in `sglang_topp_patches.doctor`.
+"""
 
 from __future__ import annotations
 
