@@ -1,6 +1,7 @@
 """Read the log-probs and the weight version from SGLang's `/generate` answers, and check them.
 
-An unexpected type or value raises WireError. Answers to generation requests and answers to scoring requests both have these fields.
+An unexpected type or value raises WireError. Answers to generation requests and answers to scoring requests
+both have these fields.
 """
 
 from __future__ import annotations
