@@ -15,7 +15,7 @@ float32, and token ids are int32.
 
 from sglang_topp.formats.candidate_sets_binary import pack, pack_base64, pack_parts, unpack, unpack_base64
 from sglang_topp.formats.join_stream_chunks import merge_stream_chunks
-from sglang_topp.formats.native_masks import decode_sampling_mask
+from sglang_topp.formats.sglang_and_vllm_masks import decode_sampling_mask
 from sglang_topp.formats.sglang_meta_info import (
     NO_DISTRIBUTION,
     Side,
