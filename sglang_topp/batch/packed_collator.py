@@ -4,13 +4,14 @@ A scored field has one value per token: a loss mask, a reward, a log-prob, or a 
 writes a token's value to the column whose logits predict the token, one column before the token itself. The
 loss can therefore combine scored fields and logits at equal indices. The last column of each sample predicts
 no token of the sample, so scored fields are 0 or empty there. If a sample's length must be a multiple of some
-number, the sample is padded.
+number, the sample is padded. The columns after the last sample of a row are padding too.
 
-Example of one row with two samples. `p` marks tokens of a prompt, `r` marks tokens of a response and their
-values, and `.` marks padding and empty values::
+Example of one row of 10 columns, in which the length of a sample is a multiple of 2. `p` marks tokens of a
+prompt, `r` marks tokens of a response and their values, and `.` marks padding and empty values::
 
-    sequences      p0 p1 r0 r1 r2 .  |  p0 r0 .  .
-    scored field   .  r0 r1 r2 .  .  |  r0 .  .  .
+                   first sample         second   rest of the row
+    sequences      p0 p1 r0 r1 r2 .  |  p0 r0  |  .  .
+    scored field   .  r0 r1 r2 .  .  |  r0 .   |  .  .
 
 `reference_loops.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
 

@@ -1,5 +1,6 @@
-"""A teacher's distribution over the candidates and an optional tail for all other ids, for distillation.
+"""A teacher's distribution over the candidates of each position, for distillation.
 
+The distribution can have one more outcome, the tail, which stands for all ids outside of the candidate set.
 The host computes the distribution in float64, because the tail's mass is the small difference between 1 and
 the mass of the candidates.
 
