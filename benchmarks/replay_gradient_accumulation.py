@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
 Each micro-batch's backward pass computes a new gradient of the hidden states. The pass also computes a
-gradient of the head, and adds it to the head's existing gradient. With a dense head gradient, each backward
-pass zeroes, fills, and adds the whole matrix, even if only a few of the matrix's rows are non-zero.
+gradient of the head, and adds it to the head's accumulated gradient. If the pass computes a dense gradient,
+it zeroes a new matrix of the head's size, fills a few of its rows, and adds the whole matrix.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
 other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,

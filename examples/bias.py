@@ -6,16 +6,18 @@ gradient of this reward. The script also estimates gradients from samples, and c
 the exact gradients. Candidate sets and scores come from `sglang_topp`.
 
 The script trains the policy with four losses (`WAYS`). The losses differ in the log-probs of the importance
-ratio exp(new - old). "Over the sets" means that the log-probs are normalized over the candidate sets. Before
-the first optimizer step of a batch, new and old log-probs come from the same policy::
+ratio exp(new - old), which are normalized over the candidate sets or over the vocabulary. M is the total
+probability of a token's candidate set. The last column is the ratio before the first optimizer step of a
+batch, when new and old log-probs come from the same policy::
 
-    loss          new log-probs         old log-probs         ratio before the first step
+    loss          new log-probs         old log-probs         first ratio
     replay        over the sets         over the sets         1
-    without       over the vocabulary   over the sets         the total probability of the set
+    without       over the vocabulary   over the sets         M
     uncorrected   over the vocabulary   over the vocabulary   1
-    truncated IS  over the vocabulary   over the vocabulary   1; each token's loss times min(p / q, 2)
+    truncated IS  over the vocabulary   over the vocabulary   1
 
-p and q are the token's probabilities under the policy and the sampler.
+"truncated IS" also multiplies each token's loss by min(p / q, 2). p and q are the token's probabilities in
+the rollout: p under the policy, and q under the sampler.
 
 Run the script in one of these ways::
 

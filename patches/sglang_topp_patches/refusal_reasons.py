@@ -1,9 +1,9 @@
 """Give the reasons why a server cannot return exact candidate sets, for all requests or for one request.
 
-The functions in this module derive reasons to refuse candidate sets from the server's arguments, the
-environment variables, or a request's sampling parameters. Two other modules also give such reasons.
-`compat.seam_check` reports a patch set that does not fit the SGLang release. `http.process_state` reports
-HTTP routes of SGLang that run without the patch set's checks.
+A reason follows from the server's arguments, the environment variables, or a request's sampling parameters.
+Two other modules also give reasons to refuse candidate sets. `compat.seam_check` reports a patch set that
+does not fit the SGLang release. `http.process_state` reports HTTP routes of SGLang that run without the patch
+set's checks.
 """
 
 from __future__ import annotations

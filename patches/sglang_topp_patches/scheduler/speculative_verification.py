@@ -4,9 +4,9 @@ A verification draws several tokens for each request: the accepted drafts, and o
 request form a tree. The sampling kernel draws each token from the target model's distribution at one node of
 the draft tree.
 
-The hook `sample` wraps SGLang's `eagle_sample`. The hook `sample` records the accepted tokens, and the tokens
-that SGLang's sampling kernel could draw. The hook `compute_logprobs` wraps SGLang's function that reports the
-log-probs of accepted tokens, and extracts the sets.
+The hook `sample` wraps SGLang's `eagle_sample`, and records the inputs and results of the sampling kernel.
+The hook `compute_logprobs` wraps SGLang's function that reports the log-probs of accepted tokens, and
+extracts the sets of these tokens.
 
 Only the device knows how many tokens each request accepted, so the host reserves room for the largest
 possible number: one *slot* for each level of the draft tree. The kernel draws the first token at the tree's
