@@ -3,8 +3,8 @@
 The modules `candidate_head` and `logprobs_from_logits` call this module. Each tensor has either one value per
 candidate or one value per position. No tensor has a vocabulary axis.
 
-A position with one candidate has the log-prob 0, so most tensors leave out these positions. Under tensor
-parallelism, each rank holds a part of the candidates.
+A position with one candidate has the log-prob 0, so tensors with A values leave out these positions. Under
+tensor parallelism, each rank holds a part of the candidates.
 
 Shape legend: T positions, n candidates in all. A is the number of positions with two or more candidates, and
 m is the number of candidates that this rank holds at these positions.
