@@ -2,11 +2,11 @@
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
 every block. The second kernel selects the blocks with the highest maxima as active blocks: just enough blocks
-that the probabilities of their maxima sum to `p` or more. Every token outside the active blocks is less
-likely than each of these maxima, and the maxima alone reach `p`, so no such token is in the nucleus. If the
-sum over all blocks is below `p`, every block with a token of non-zero probability is active. The second
-kernel then searches the active blocks for the exact cutoff: the sort key that separates the nucleus's
-log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
+that the probabilities of their maxima sum to `p` or more. The active blocks contain the whole nucleus,
+because their maxima alone reach `p`, and every token in another block is less likely than each of these
+maxima. If the sum over all blocks is below `p`, every block with a token of non-zero probability is active.
+The second kernel then searches the active blocks for the exact cutoff: the sort key that separates the
+nucleus's log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
 
 In most rows that a language model computes, the second kernel selects only a few dozen of the row's thousands
 of blocks as active blocks. A row of normally distributed logits with standard deviation 6 has 85 active

@@ -5,8 +5,10 @@ of building a dense mask. The caller's logits stay unmodified. The gradient of t
 tensor with the shape of the logits. For callers that want dense tensors, `dense_mask` builds a dense mask,
 and `mask_logits` masks a copy of the logits.
 
-Shape legend: T positions, V columns held by this rank, C positions of one chunk, n candidates in all, m
-candidates that this rank holds at positions with two or more candidates.
+Under tensor parallelism, each rank holds a part of the vocabulary. Positions are scored in chunks.
+
+Shape legend: T positions, V columns of the vocabulary on this rank, C positions of one chunk, n candidates in
+all. m candidates are on this rank, without those of positions with one candidate, whose log-prob is 0.
 """
 
 from __future__ import annotations
