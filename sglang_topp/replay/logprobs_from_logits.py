@@ -5,8 +5,8 @@ of building a dense mask. The caller's logits stay unmodified. The gradient of t
 tensor with the shape of the logits. For callers that want dense tensors, `dense_mask` builds a dense mask,
 and `mask_logits` masks a copy of the logits.
 
-Under tensor parallelism, each rank holds a part of the vocabulary. Sums over the whole vocabulary are computed
-for one chunk of positions at a time.
+Under tensor parallelism, each rank holds a part of the vocabulary. Sums over the whole vocabulary are
+computed for one chunk of positions at a time.
 
 Shape legend: T positions, V columns of the vocabulary on this rank, C positions of one chunk, n candidates in
 all. m candidates are on this rank, without those of positions with one candidate, whose log-prob is 0.
