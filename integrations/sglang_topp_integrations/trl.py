@@ -13,10 +13,12 @@ scored completion tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -149,12 +151,17 @@ class SGLangRollouts:
         # batches. In training, every generation pushes the weights, even if the last push had the same step.
         # TRL counts steps from 0 again in each call of `train`, so two pushes can have the same step but
         # different weights.
-        if accelerator.is_main_process and (trainer.model.training or step != self._pushed_step):
+        if not trainer.model.training and step == self._pushed_step:
+            return self._version
+        # FSDP gathers the weights from all processes, so every process must call `get_state_dict`.
+        weights = accelerator.get_state_dict(trainer.model)
+        if accelerator.is_main_process:
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
             try:
-                self.client.push_weights(accelerator.unwrap_model(trainer.model), version=self._version)
-                self._pushed_step = step
+                with tempfile.TemporaryDirectory(prefix="sglang-topp-weights-") as folder:
+                    accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=weights)
+                    self.client.push_weights(folder, version=self._version)
             except Exception as error:
                 # Every process must call `broadcast_object_list` below, so raise the push's error only after
                 # that call.
@@ -162,6 +169,7 @@ class SGLangRollouts:
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
+        self._pushed_step = step
         return self._version
 
 
@@ -208,6 +216,14 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
                 _add_candidate_head(model, self.temperature)
         self._sets: list[CandidateSets] = []
         self._rows: _ScoredRows | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy:
+            # With an `output_dtype`, FSDP would round the log-probs that the model returns.
+            policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+            plugin.mixed_precision_policy = policy
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         answer = super()._generate(prompts)
@@ -427,9 +443,12 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise InvalidInputError if replay does not support the trainer's model or dataset."""
-    for name, is_enabled in (("deepspeed", trainer.is_deepspeed_enabled), ("fsdp", trainer.is_fsdp_enabled)):
-        if is_enabled:
-            raise InvalidInputError(f"{name}: got a sharded model, expected one process or DDP: not tested")
+    if trainer.is_deepspeed_enabled:
+        raise InvalidInputError(
+            "deepspeed: got a sharded model, expected one process, DDP, or FSDP: not tested"
+        )
+    if trainer.is_fsdp_enabled and (version := trainer.accelerator.state.fsdp_plugin.fsdp_version) != 2:
+        raise InvalidInputError(f"fsdp_config: got version {version}, expected 2: not tested")
     if trainer.aux_loss_enabled:
         raise InvalidInputError(
             f"router_aux_loss_coef: got {trainer.router_aux_loss_coef}, expected 0: the candidate head"

@@ -37,7 +37,6 @@ def trained(
         entropy_coef=0.01,
         num_iterations=2,
         max_steps=4,
-        learning_rate=2e-4,  # at 2e-3, some samples let the policy collapse to one token
     )
     trainer.train()
     return trainer, rollouts

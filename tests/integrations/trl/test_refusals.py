@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trl
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset, IterableDataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -94,11 +95,19 @@ def test_the_loss_of_a_mixture_of_experts(make: Make) -> None:
     make(arguments={"model": model}, router_aux_loss_coef=0.0)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_sharded_models(make: Make, name: str) -> None:
+def test_deepspeed(make: Make) -> None:
     trainer = make()
-    setattr(trainer, f"is_{name}_enabled", True)
-    with pytest.raises(InvalidInputError, match=f"{name}: got a sharded model"):
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(InvalidInputError, match="deepspeed: got a sharded model"):
+        adapter._check_trainer(trainer)
+
+
+def test_the_first_version_of_fsdp(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    trainer.is_fsdp_enabled = True
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    with pytest.raises(InvalidInputError, match="fsdp_config: got version 1, expected 2"):
         adapter._check_trainer(trainer)
 
 
