@@ -101,7 +101,7 @@ class InFlight:
                 await asyncio.sleep(0.02)
 
     async def move(self, name: str, chunks: int) -> None:
-        """Wait until a stream has received `count` more chunks."""
+        """Wait until a stream has received `chunks` more chunks."""
         end = len(self._events[name]) + chunks
         while len(self._events[name]) < end:
             assert not self.is_done(name), f"{name} ended before it was expected to"

@@ -219,8 +219,8 @@ async def test_incremental_chunks_over_new_weights(
                 **WANTED,
             )
         for version in pushed:
-            for name in ("base64", "list", "aborted"):
-                await requests.move(name, 3)
+            # A busy machine receives few large chunks, so waiting for several could outlast a request.
+            await asyncio.gather(*(requests.move(name, 1) for name in ("base64", "list", "aborted")))
             await requests.pause(mode)
             await requests.push(weight_folders[version], version, flush_cache=is_flushed)
             if version == pushed[-1]:
@@ -235,7 +235,7 @@ async def test_incremental_chunks_over_new_weights(
         versions = check_answer(answer, 0.9, reference_models)
         if name == "aborted":
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-            assert 6 <= len(versions) < 140
+            assert 2 <= len(versions) < 140
             # It was waiting again, so there is no new token to send.
             assert mode == "in_place" or (chunks[-1]["output_ids"], chunks[-1]["text"]) == ([], "")
         else:
