@@ -4,9 +4,10 @@ The batch has 1024 x 16384 positions, of which 8.7 % hold tokens. The batch has 
 responses and their mask), and three float32 fields. The dense batch takes 470 MB, so it fits in the memory of
 a small machine. The controller process of a real trainer would hold a batch with eight times as many rows.
 
-The baseline copies the dense batch with NumPy, because a `NestedBatch` holds NumPy arrays too. On Linux,
-NumPy uses huge pages. With `torch.clone`, the copy would use pages of 4 KiB, and Linux would compact memory
-during the next timed function.
+The baseline copies the dense batch with NumPy, because a `NestedBatch` holds NumPy arrays too. The baseline
+does not use `torch.clone`, because its copy would distort the next timed function. On Linux, NumPy allocates
+huge pages, but `torch.clone` allocates pages of 4 KiB. After the copy with `torch.clone`, Linux would have to
+compact memory before NumPy gets huge pages again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Benchmark of packing sequences, against Python loops, and of collating a batch with candidate sets.
 
 The samples come from the benchmark `batch_collate`. A packed row holds up to 16384 tokens. The rows are
-divided among 8 data-parallel ranks. Every sample is padded to a multiple of 8 tokens, for 2 tensor-parallel
-and 2 context-parallel ranks.
+divided among 8 data-parallel ranks. Every sample is padded to a multiple of 8 tokens: each of 2
+context-parallel ranks takes 2 chunks of a sample, and 2 tensor-parallel ranks divide each chunk.
 
 Most tables compare `PackedCollator` with `reference_loops.py`, which loops over samples and joins lists of
 tokens. One table compares `PackedCollator` with a loop over tokens, because SkyRL measured a speedup of 34 x

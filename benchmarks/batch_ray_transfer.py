@@ -1,9 +1,9 @@
 """Benchmark that sends loss masks and candidate sets through Ray's object store, as arrays and as lists.
 
 For loss masks and candidate sets, the tables compare the pickled sizes, and the time of `ray.put` plus
-`ray.get`. For loss masks, the tables also compare the time to convert the masks to float32 tensors, and the
-time to pack masks that are lists of ints. The batch has 512 responses of 16 to 8192 tokens. Ray runs on
-loopback with one CPU and no dashboard.
+`ray.get`. For loss masks, two more tables compare the time to convert arrays or lists to float32 tensors, and
+the time to convert lists of ints to arrays (`pack_loss_mask`). The batch has 512 responses of 16 to 8192
+tokens. Ray runs on loopback with one CPU and no dashboard.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Each call is timed between two CUDA events. Before the first event, a sleep kernel occupies the GPU. The
 contender queues its kernels while the sleep kernel runs. If a contender never waits for the GPU, its measured
-time is therefore GPU time alone. If a contender waits for the GPU, its measured time includes the wait.
+time is therefore GPU time alone. If a contender waits for the GPU, the GPU is idle until the contender queues
+its next kernel. The measured time includes this idle time, but not the sleep kernel.
 
 Shape legend: B is the number of rows, and V the vocabulary size.
 """

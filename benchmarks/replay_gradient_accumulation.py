@@ -1,8 +1,10 @@
 """Benchmark of scoring over candidate sets when the LM head's gradient accumulates over micro-batches.
 
-Each micro-batch's backward pass computes a new gradient of the hidden states. The pass also computes a
-gradient of the head, and adds it to the head's accumulated gradient. If the pass computes a dense gradient,
-it zeroes a new matrix of the head's size, fills a few of its rows, and adds the whole matrix.
+The benchmark compares the values of `weight_grad`, which decide how a micro-batch's backward pass adds to the
+head's accumulated gradient. With `"dense"`, the pass zeroes a new matrix of the head's size, fills a few of
+its rows, and adds the whole matrix. With `"sparse"`, the pass builds and adds a sparse matrix of these rows
+alone. With a buffer, the pass adds the rows to the buffer in place. The baseline computes full logits, and
+masks them.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
 other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,

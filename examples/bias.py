@@ -5,10 +5,11 @@ form a Markov chain with few states, so dynamic programming computes the exact e
 gradient of this reward. The script also estimates gradients from samples, and compares these estimates with
 the exact gradients. Candidate sets and scores come from `sglang_topp`.
 
-The script trains the policy with four losses (`WAYS`). The losses differ in the log-probs of the importance
-ratio exp(new - old), which are normalized over the candidate sets or over the vocabulary. M is the total
-probability of a token's candidate set. The last column is the ratio before the first optimizer step of a
-batch, when new and old log-probs come from the same policy::
+The script trains the policy with four losses (`WAYS`). Each loss has an importance ratio exp(new - old):
+`new` is a token's log-prob under the current policy, and `old` is its log-prob when it was sampled. Each loss
+normalizes `new` and `old` over the candidate sets or over the vocabulary. M is the total probability of a
+token's candidate set. The last column is the ratio before the first optimizer step of a batch, when new and
+old log-probs come from the same policy::
 
     loss          new log-probs         old log-probs         first ratio
     replay        over the sets         over the sets         1

@@ -2,7 +2,8 @@
 
 The example creates two small random models. In each step, the student's engine samples rollouts, and the
 teacher's engine returns the teacher's top-p set at every sampled token. The student then takes one optimizer
-step on the distillation loss over the teacher's sets. At the end of each step, the example pushes the new
+step on a distillation loss. The loss compares student and teacher on the tokens of each set, and on the total
+probability outside the set. At the end of each step, the example pushes the new
 weights to the student's engine.
 
 After the last step, the example prints a table with one row per step. Each row has the KL between student
@@ -12,7 +13,7 @@ a forward pass of the teacher in torch. The training itself does not need this f
 Run the example in one of these ways::
 
     python examples/distill.py                          # two minutes to start both engines, seconds per step
-    python examples/distill.py --outside renormalized   # compare within the teacher's sets only
+    python examples/distill.py --outside renormalized   # ignore the probability outside the teacher's sets
 """
 
 from __future__ import annotations

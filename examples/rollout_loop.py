@@ -2,7 +2,8 @@
 
 The model has random weights, and is created when the example starts. The real SGLang serves the model, the
 client decodes the candidate sets, and a transformers forward pass acts as the trainer. SGLang and the trainer
-use the same weights, so every importance ratio should be 1.
+use the same weights, so correct importance ratios are 1. With replay, they are 1 up to rounding. Without
+replay, each ratio is the total probability of its token's set.
 
     python examples/rollout_loop.py            # about two minutes, mostly the start of SGLang
     python examples/rollout_loop.py --help

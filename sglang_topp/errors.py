@@ -14,7 +14,7 @@
         │   └── RequestTimeoutError            the caller's own time limit passed
         ├── WeightPushError                    engines may have different weights; `.weight_versions`
         └── ResponseError                      the server answered with an error; `.status`, `.body`
-            ├── BadRequestError                any other 4xx: do not retry
+            ├── BadRequestError                4xx except 401, 403, and 429: do not retry
             ├── AuthenticationError            401, 403
             ├── OverloadedError                429; `.retry_after_s`
             ├── ServerError                    5xx

@@ -2,12 +2,15 @@
 
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
 imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
-On their way from SGLang to the trainer, the sets pass through these four functions and classes::
+On their way from SGLang to the trainer, the sets pass through two classes of this module, `ReplayHttpServer`
+and `ReplayEngine`, and through two methods of verl that this module wraps::
 
     ReplayHttpServer.generate     requests tokens and sets from SGLang, and returns both
     LLMServerClient.generate      keeps each request's sets until the trajectory ends
-    AgentLoopOutput.as_dict       joins a trajectory's sets into the field `candidate_sets`, for TransferQueue
+    AgentLoopOutput.as_dict       joins a trajectory's sets into the field `candidate_sets`
     ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows
+
+TransferQueue, verl's store for training data, carries the field `candidate_sets` to the trainer.
 
 A trajectory has one request for each turn, and one more for each continuation of an interrupted turn.
 

@@ -1,9 +1,9 @@
 """Plugin entry point (group `sglang.srt.plugins`): check the running SGLang, and register the hooks.
 
-SGLang calls `register` in the launcher, and in every process that the launcher starts, before the process
-serves. `register` checks every seam: each SGLang function that the patch set wraps or calls. If SGLang lacks
-or has changed one of these functions, `register` registers only the hooks that refuse requests and report
-problems.
+SGLang calls `register` in the launcher and in the engine's processes, before they serve. SGLang does not load
+plugins in the HTTP workers of `--tokenizer-worker-num`, so `http.worker_app` loads the plugins there.
+`register` checks every seam: each SGLang function that the patch set wraps or calls. If SGLang lacks or has
+changed one of these functions, `register` registers only the hooks that refuse requests and report problems.
 """
 
 from __future__ import annotations

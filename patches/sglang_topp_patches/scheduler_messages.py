@@ -1,10 +1,11 @@
 """Messages that carry candidate sets from the scheduler to the HTTP process.
 
-SGLang carries the messages in its field `customized_info`. Each generated token has one `Entry`, and each
-scored prompt position has one `Span`. A `Span` holds a copy of its candidates as bytes, because bytes pickle
-fast. A NumPy view instead of a copy would keep the arrays of the whole batch in memory. The format of `Entry`
-and `Span` may change in any version of this package, because the scheduler and the HTTP process run the same
-version. This module also defines the names of the request fields that ask for candidate sets.
+SGLang carries the messages in its field `customized_info`. A `PackedSet` holds the candidate set of one
+position as bytes. Each generated token has one `Entry`, which holds the token's `PackedSet`, or the reason
+why the set is missing. Each scored prompt position has a `PackedSet` without an `Entry`. Bytes pickle fast,
+and they are a copy: a NumPy view would keep the arrays of the whole batch in memory. The format of `Entry`
+and `PackedSet` may change in any version of this package, because the scheduler and the HTTP process run the
+same version. This module also defines the names of the request fields that ask for candidate sets.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ __all__ = [
     "SOURCE",
     "THRESHOLD",
     "Entry",
+    "PackedSet",
     "Positions",
-    "Span",
     "asking_field",
     "custom_params",
     "from_sampler",
     "join",
-    "span",
+    "pack_set",
 ]
 
 THRESHOLD = "top_logprobs_p"
@@ -92,7 +93,7 @@ PROMPT_KEY = "sglang_topp_prompt"
 """The key of `customized_info` for the list of prompt sets. SGLang sends this list once per request.
 
 The list of prompt sets begins with an `Entry`, which holds the weight version of all prompt sets. After this
-`Entry`, the list has one `Span` per scored prompt position. If the scheduler refused the request, every
+`Entry`, the list has one `PackedSet` per scored prompt position. If the scheduler refused the request, every
 element of the list is an `Entry` that gives the reason."""
 
 AT_END = "sglang_topp_at_end"
@@ -106,7 +107,7 @@ SETS = "sglang_topp_sets"
 
 The value of this `meta_info` key is None if the request did not ask for sets."""
 
-Span: TypeAlias = tuple[bytes, bytes]
+PackedSet: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
 
 
@@ -127,7 +128,7 @@ class Entry:
             (`disaggregation`).
     """
 
-    candidates: Span | None
+    candidates: PackedSet | None
     problem: str = ""
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     weight_version: str = ""
@@ -163,17 +164,17 @@ class Positions:
     lengths: list[int]
 
 
-def span(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Span:
+def pack_set(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> PackedSet:
     """Return the bytes of one position's set."""
     return token_ids.tobytes(), logprobs.tobytes()
 
 
-def join(spans: Iterable[Span | None]) -> Positions:
-    """Return the sets of `spans` in flat arrays. A None in `spans` is a position without a distribution."""
-    spans = list(spans)
-    present = [each for each in spans if each is not None]
+def join(packed: Iterable[PackedSet | None]) -> Positions:
+    """Return the sets of `packed` in flat arrays. A None in `packed` is a position without a distribution."""
+    packed = list(packed)
+    present = [each for each in packed if each is not None]
     return Positions(
         np.frombuffer(b"".join(ids for ids, _ in present), np.int32),
         np.frombuffer(b"".join(logprobs for _, logprobs in present), np.float32),
-        [-1 if each is None else len(each[0]) // 4 for each in spans],
+        [-1 if each is None else len(each[0]) // 4 for each in packed],
     )

@@ -7,15 +7,15 @@
 400    `InvalidInputError`, `BadRequestError`: the sidecar or the engine refuses the request
 401    `AuthenticationError`: no key, or a wrong key
 408    `BadRequestError`: the body arrived too slowly
-413    `BadRequestError`: too many bytes, too many samples, or too much for one answer
+413    `BadRequestError`: the body has too many bytes or samples, or the answer would be too large
 429    `OverloadedError`, with Retry-After: too many requests at once, too many bytes
        of request bodies, or too many bytes of answers that callers have not read yet
 500    `ServerError`: a bug in the sidecar
 502    `TransportError`: the engine is gone; `ServerError`: the engine failed; `WireError`: the
        engine's answer cannot be decoded; `RolloutError`: the engine gave up on a sample
 503    `PatchError`, `MissingCandidateSetsError`: the engine's SGLang is not patched
-503    `ServerError`, with Retry-After: the engine is not ready, is stopping, or answers with a
-       503, because weights were pushed during the request
+503    `ServerError`, with Retry-After: the engine is not ready, is stopping, or itself answers
+       503, for example after a weight push during the request
 504    `RequestTimeoutError`
 =====  ========================================================================================
 """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_topp.batch.rows_to_numpy import to_host
+from sglang_topp.batch.tensors_to_numpy import to_host
 from sglang_topp.errors import InvalidInputError
 
 __all__ = ["PackedLossMask", "mask_rows", "pack_loss_mask", "unpack_loss_masks"]

@@ -1,10 +1,10 @@
 """`PackedCollator`: pack several samples into each row, for variable-length attention.
 
-A scored field has one value per token: a loss mask, a reward, a log-prob, or a candidate set. The collator
-writes a token's value to the column whose logits predict the token, one column before the token itself. The
-loss can therefore combine scored fields and logits at equal indices. The last column of each sample predicts
-no token of the sample, so scored fields are 0 or empty there. If a sample's length must be a multiple of some
-number, the sample is padded. The columns after the last sample of a row are padding too.
+A scored field has one value per response token: a loss mask, a reward, a log-prob, or a candidate set. The
+collator writes a token's value to the column whose logits predict the token, one column before the token
+itself. The loss can therefore combine scored fields and logits at equal indices. The last column of each
+sample predicts no token of the sample, so scored fields are 0 or empty there. If a sample's length must be a
+multiple of some number, the sample is padded. The columns after the last sample of a row are padding too.
 
 Example of one row of 10 columns, in which the length of a sample is a multiple of 2. `p` marks tokens of a
 prompt, `r` marks tokens of a response and their values, and `.` marks padding and empty values::

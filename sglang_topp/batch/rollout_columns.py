@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.batch.rows_to_numpy import to_host
+from sglang_topp.batch.tensors_to_numpy import to_host
 from sglang_topp.batch.write_ragged_rows import RaggedRows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError

@@ -1,9 +1,9 @@
 """Check whether sampling parameters allow a request to resume an interrupted answer exactly.
 
-A resuming request sends the interrupted answer's tokens at the end of its prompt. Parameters that depend only
-on the logits of one position, or on the tokens themselves, have the same effect as in an uninterrupted
-answer. Some parameters, such as penalties and grammars, keep state over the answer's tokens. A resuming
-request would lose this state, so it must not use such parameters. Every field of SGLang's `SamplingParams` is
+A resuming request sends the interrupted answer's tokens at the end of its prompt. Most parameters, such as
+`top_p` and `stop`, have the same effect there as in an uninterrupted answer. Penalties and grammars do not:
+SGLang updates their state with each token that a request generates, and does not rebuild the state from the
+prompt. A resuming request must therefore not use them. Every field of SGLang's `SamplingParams` is
 in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test compares these three constants
 with the installed SGLang release.
 """

@@ -9,8 +9,8 @@ A sampling mask lists the tokens that the engine's sampler could draw::
 
 SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The request's field
 `sampling_logprobs_mode` sets the mode, `"support"` or `"selected"`. The decoder ignores SGLang's field
-`output_token_sampling_mask_length`, because the field also counts the masks of earlier chunks of an
-incremental stream.
+`output_token_sampling_mask_length`. In an incremental stream, each chunk holds only its own masks, but this
+field also counts the masks of earlier chunks.
 
 Shape legend: T positions, n tokens in all masks together.
 """

@@ -10,8 +10,9 @@ those sets again. `top_p_candidates` and `support_candidates` wait for the set s
 exactly the right size.
 
 Shape legend: B rows of log-probs, R rows with sampling weights, V ids in the vocabulary, W sampling weights
-per row, C candidates that fit in the staging area, n candidates in all. W is less than V if `token_ids_RW`
-lists the ids that have weights; otherwise W is V.
+per row, C candidates that fit in the staging area, n candidates in all. Without the argument `token_ids_RW`,
+every id of the vocabulary has a weight, and W is V. With `token_ids_RW`, only the ids in `token_ids_RW` have
+weights, so W may be less than V.
 """
 
 from __future__ import annotations

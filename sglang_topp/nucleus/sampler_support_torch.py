@@ -1,9 +1,11 @@
 """In plain torch, find the tokens that a sampler could draw in each row, and their log-probs.
 
-Shape legend: R rows, V ids in the vocabulary, W sampling weights per row, n candidates over all rows. A
-sampler draws tokens in proportion to sampling weights. Without the argument `token_ids_RW`, every id of the
-vocabulary has a weight, and W is V. With `token_ids_RW`, only the ids in `token_ids_RW` have weights, so W
-may be less than V.
+A sampler draws the token of a row in proportion to the row's sampling weights. So it could draw every token
+with a weight above 0.
+
+Shape legend: R rows of sampling weights, V ids in the vocabulary, W sampling weights per row, n candidates
+over all rows. Without the argument `token_ids_RW`, every id of the vocabulary has a weight, and W is V. With
+`token_ids_RW`, only the ids in `token_ids_RW` have weights, so W may be less than V.
 """
 
 from __future__ import annotations

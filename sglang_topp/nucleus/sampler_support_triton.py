@@ -1,6 +1,7 @@
 """Triton kernels that find, for each row, the ids and log-probs of the tokens that a sampler could draw.
 
-A sampler draws the token of a row in proportion to the row's sampling weights.
+A sampler draws the token of a row in proportion to the row's sampling weights. So it could draw every token
+with a weight above 0.
 
 Shape legend: B rows of log-probs, R rows of sampling weights, V ids in the vocabulary, W sampling weights per
 row, C candidates that the output has room for. Each row of weights belongs to one of the rows of log-probs.

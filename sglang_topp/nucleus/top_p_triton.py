@@ -5,18 +5,19 @@ every block. The second kernel selects the blocks with the highest maxima as act
 that the probabilities of their maxima sum to `p` or more. The active blocks contain the whole nucleus,
 because their maxima alone reach `p`, and every token in another block is less likely than each of these
 maxima. If the sum over all blocks is below `p`, every block with a token of non-zero probability is active.
-The second kernel then searches the active blocks for the exact cutoff: the sort key that separates the
-nucleus's log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
+The second kernel then searches the active blocks for the exact cutoff, which separates the nucleus's
+log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
 
 In most rows that a language model computes, the second kernel selects only a few dozen of the row's thousands
 of blocks as active blocks. A row of normally distributed logits with standard deviation 6 has 85 active
 blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and
 the extraction takes longer.
 
-The search for a cutoff starts with an interval of sort keys (`top_p_torch.sort_key_descending`). Each round
-compares all values' sort keys with several pivot keys, and narrows the interval of sort keys. The search ends
-when at most one value has its key in the interval, or when the interval is a single key. The search takes
-about ten rounds, and every round needs all values, so the kernel keeps the values in registers if they fit.
+The search for a cutoff compares sort keys. A sort key is an integer that orders as its log-prob does
+(`top_p_torch.sort_key_descending`). The search starts with an interval of sort keys. Each round compares the
+keys of all log-probs with several pivot keys, and narrows the interval. The search ends when at most one
+log-prob has its key in the interval, or when the interval is a single key. The search takes about ten rounds,
+and every round needs all log-probs, so the kernel keeps the log-probs in registers if they fit.
 One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
 reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does
 not recompile a kernel at a later step.

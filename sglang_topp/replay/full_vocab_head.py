@@ -20,10 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from sglang_topp.replay.candidate_head import check_head
 from sglang_topp.replay.full_vocab_products import CHUNK_BYTES, HeadGradients, VocabHead
+from sglang_topp.replay.full_vocab_softmax import (
+    RowSums,
+    local_targets,
+    row_parts,
+    rows_per_chunk,
+    to_gradient,
+)
 from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.scores_from_candidate_logits import Scores, accumulation_dtype
 from sglang_topp.replay.vocab_shard_candidates import Shard
-from sglang_topp.replay.vocab_softmax import RowSums, local_targets, row_parts, rows_per_chunk, to_gradient
 
 __all__ = ["head_logprobs"]
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sglang_topp.replay.full_vocab_softmax import row_parts
 from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.vocab_shard_reductions import reduce_sum
-from sglang_topp.replay.vocab_softmax import row_parts
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
 

@@ -8,8 +8,9 @@ The functions run on any device. A call copies at most `chunk` rows of a matrix 
 memory is bounded for any number of entries. Sums are in float32 (float64 for float64 inputs) and in a fixed
 order, so results are bitwise reproducible. `gathered_products_triton` has the same functions for NVIDIA GPUs.
 
-On a CPU, a call needs the fewest torch operations if its inputs already have the dtype of the sums (float32
-or float64). The CPU threads wait for each other after each torch operation. On a busy machine, set
+On a CPU, torch's threads wait for each other after each torch operation, so fewer operations are faster. A
+call needs the fewest operations if its inputs already have the dtype of the sums (float32 or float64).
+Threads that wait spin by default, and keep the cores from other processes. On a busy machine, set
 `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
 Shape legend: m entries or dot products, S segments, H hidden size, C dot products or segments of one chunk.

@@ -6,9 +6,12 @@
 of each dot product once. In `gathered_sum` and `gathered_add`, an entry is one selected row with its weight.
 All entries of one output row form a segment. Each call of `gathered_sum` or `gathered_add` launches at most
 two kernels. The first kernel sums a short segment in registers, and writes the sum once, in the output's
-dtype. A frequent token or a large candidate set makes a long segment. The first kernel cuts a segment of more
-than `_PIECE` entries into pieces, and writes one float32 sum for each piece. A second kernel adds the sums of
-the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
+dtype. The first kernel cuts a segment of more than `_PIECE` entries into pieces, and writes one float32 sum
+for each piece. A second kernel adds the sums of the pieces in order. No kernel uses atomics, so results are
+bitwise reproducible.
+
+For the gradient of the head, a segment holds all entries of one token id. For the gradient of the hidden
+states, a segment holds the candidates of one position. So frequent tokens and large sets make long segments.
 
 Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
 """

@@ -5,8 +5,8 @@ A set can have a tail: one more outcome, which stands for all ids outside of the
 Shape legend:
 
     T  positions
-    A  positions in `SupportIndex.rows`
-    m  candidates at these positions that this process (one of several, under tensor parallelism) holds
+    A  positions with two or more outcomes: the candidates, and the tail if the set has one
+    m  candidates at these A positions that this rank holds (all of them without tensor parallelism)
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Under tensor parallelism, each rank holds a part of the vocabulary. Sums over th
 computed for one chunk of positions at a time.
 
 Shape legend: T positions, V columns of the vocabulary on this rank, C positions of one chunk, n candidates in
-all. m candidates are on this rank, without those of positions with one candidate, whose log-prob is 0.
+all. m is the number of candidates that this rank holds at positions with two or more candidates. A position
+with one candidate needs no logit, because its log-prob is always 0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.full_vocab_softmax import (
+    RowSums,
+    local_targets,
+    row_parts,
+    rows_per_chunk,
+    to_gradient,
+)
 from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.scores_from_candidate_logits import Scores, accumulation_dtype, score_support
 from sglang_topp.replay.vocab_shard_candidates import (
@@ -34,7 +42,6 @@ from sglang_topp.replay.vocab_shard_candidates import (
     check_targets,
     sets_on,
 )
-from sglang_topp.replay.vocab_softmax import RowSums, local_targets, row_parts, rows_per_chunk, to_gradient
 
 __all__ = ["dense_mask", "full_logprobs", "mask_logits", "masked_logprobs"]
 

@@ -1,5 +1,8 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and tokens sampled outside the nucleus.
 
+The kept mass of a position is the total probability of its candidate set. Every set holds its sampled token,
+even if the token is outside the nucleus, for example because the sampler used a larger `top_p`.
+
 Instead of means, `ReplayMetrics` stores sums, counts, and maxima over the tokens. The metrics of several
 micro-batches or ranks can therefore be combined into the exact metrics of all their tokens.
 """

@@ -1,8 +1,8 @@
 """Select the rows of this rank's hidden states that predict response tokens.
 
 Hidden states, candidate sets, targets, old log-probs, and loss masks all go through one `RowSelection`, so
-they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The token at
-`s + 1` may be on another context-parallel rank.
+they stay aligned. The hidden state at position `s` of a sequence scores the token at `s + 1`. The rank that
+holds the hidden state computes the score, even if another context-parallel rank holds the token.
 
 A *response position* is a token's index among the response tokens of all samples, concatenated in order.
 The concatenated candidate sets, response ids, and masks have one entry per response position.

@@ -3,11 +3,11 @@
 The modules `candidate_head` and `logprobs_from_logits` call this module. Each tensor has either one value per
 candidate or one value per position. No tensor has a vocabulary axis.
 
-A position with one candidate has the log-prob 0, so tensors with A values leave out these positions. Under
-tensor parallelism, each rank holds a part of the candidates.
+A position with one candidate always has the log-prob 0. Some tensors therefore have values only for the A
+positions with two or more candidates. Under tensor parallelism, each rank holds a part of the candidates.
 
-Shape legend: T positions, n candidates in all. A is the number of positions with two or more candidates, and
-m is the number of candidates that this rank holds at these positions.
+Shape legend: T positions; A positions with two or more candidates; n candidates at all T positions together.
+m is the number of candidates that this rank holds at the A positions.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.replay.full_vocab_products import CHUNK_BYTES, HeadGradients, VocabHead
+from sglang_topp.replay.full_vocab_softmax import row_parts, rows_per_chunk, some_rows
 from sglang_topp.replay.logit_scaling import LogitTransform
 from sglang_topp.replay.scores_from_candidate_logits import accumulation_dtype
 from sglang_topp.replay.vocab_shard_candidates import Shard, SupportIndex
 from sglang_topp.replay.vocab_shard_reductions import reduce_max, reduce_sum
-from sglang_topp.replay.vocab_softmax import row_parts, rows_per_chunk, some_rows
 
 __all__ = ["support_and_tail"]
 

@@ -1,9 +1,9 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
-A position whose set has fewer than two candidates always scores 0, so `SupportIndex` leaves out such
-positions. For each position with two or more candidates, the tensors of `SupportIndex` list the candidates
-that this rank holds. With the index, the replay functions gather the candidates' LM-head rows or logits. The
-functions also use the index for the maximum and the sum over each position's candidates.
+The tensors of `SupportIndex` list, for each position, the candidates that this rank holds. The index leaves
+out positions with fewer than two candidates, because such positions always score 0. With the index, the
+replay functions gather the candidates' LM-head rows or logits. The functions also use the index for the
+maximum and the sum over each position's candidates.
 
 Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
 this rank holds at the A positions.

@@ -16,12 +16,12 @@ from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0
 from sglang_topp_patches.compat.releases import Feature, internals
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
 from sglang_topp_patches.memory.budget import Budget, InFlight
-from sglang_topp_patches.scheduler import prompt_sets
+from sglang_topp_patches.scheduler import extract_prompt_sets
+from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets, free_sent_entries
+from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
 from sglang_topp_patches.scheduler.extraction import extract
-from sglang_topp_patches.scheduler.generated_sets import GeneratedSets, free_sent_entries
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.prompt_sets import PassExtraction, PromptSets, forget_rows
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, join
@@ -76,7 +76,7 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(PROCESS, logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    positions = join(sets.spans())
+    positions = join(sets.packed_sets())
     assert positions.lengths[0] > 0
     assert positions.lengths[1] == 0
     assert positions.lengths[2] > 0
@@ -130,7 +130,7 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
 def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
+    monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
     taken = PassExtraction(PROCESS.in_flight, (1.0, 0.9), (3, 2))
     rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
     for part in rows:
@@ -312,7 +312,7 @@ class Answer:
 
 def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
     sets = extract(PROCESS, logprobs, [0.9] * len(sampled), torch.tensor(sampled))
-    return [Entry(span, weight_version="default") for span in sets.spans()]
+    return [Entry(packed_set, weight_version="default") for packed_set in sets.packed_sets()]
 
 
 def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
@@ -417,10 +417,10 @@ def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words:
 
 @needs(Feature.WEIGHT_VERSIONS)
 def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch.Tensor) -> None:
-    spans = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
+    packed = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
     answer = Answer([], prompt_tokens=3)
     answer.meta_info["weight_version"] = "8"
-    meta_info = answer.receive(None, [Entry(None, weight_version="7"), *spans])
+    meta_info = answer.receive(None, [Entry(None, weight_version="7"), *packed])
     assert meta_info["input_top_p_logprobs_lengths"][0] == -1
     assert meta_info["weight_version"] == "7"
     assert meta_info["weight_versions"] == [{"version": "7", "start": 0, "end": 0}]
@@ -429,13 +429,13 @@ def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch
 def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     entries = entries_of(logprobs, sampled)
-    spans = [entry.candidates for entry in entries]
-    good = Answer(sampled, prompt_tokens=3).receive(entries, spans)
+    packed = [entry.candidates for entry in entries]
+    good = Answer(sampled, prompt_tokens=3).receive(entries, packed)
     assert good["input_top_p_logprobs_lengths"][0] == -1
-    for prompt in ((), spans[:2], [spans[0], None, spans[1], spans[2]], [None, spans[0], spans[1]]):
+    for prompt in ((), packed[:2], [packed[0], None, packed[1], packed[2]], [None, packed[0], packed[1]]):
         count = 4 if len(prompt) == 4 else 3
         meta_info = Answer(sampled, prompt_tokens=count).receive(entries, prompt)
-        if prompt == [None, spans[0], spans[1]]:
+        if prompt == [None, packed[0], packed[1]]:
             assert "prompt position 1" in meta_info["finish_reason"]["message"]
         else:
             assert meta_info["finish_reason"]["type"] == "abort"

@@ -2,11 +2,10 @@
 
 The frame's JSON has the fields that `rollout_json.py` lists, except for the arrays. The arrays follow::
 
-    prompt_ids      int32 [P], P is the JSON's prompt_tokens
-    output_ids      int32 [T], T is the JSON's completion_tokens
-    logprobs        float32 [T]
-
-The candidate sets of the output tokens are the last part of the frame.
+    prompt_ids          int32 [P], P is the JSON's prompt_tokens
+    output_ids          int32 [T], T is the JSON's completion_tokens
+    logprobs            float32 [T]
+    the candidate sets  as `binary_frame.py` encodes them
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dispatcher: split one caller's request into HTTP calls, send them, and deliver every result.
 
-After a retryable error, the dispatcher repeats the call, on the same server or on another server. If the
+After a retryable error, the dispatcher repeats the HTTP call, on the same server or on another server. If the
 caller passed `on_abort="resume"`, the dispatcher also resumes aborted samples.
 """
 

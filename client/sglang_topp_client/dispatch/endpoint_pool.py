@@ -1,6 +1,6 @@
-"""EndpointPool: run each call on one server, and fail over to other servers.
+"""EndpointPool: send each HTTP call to one server, and fail over to other servers.
 
-After a call has failed on every ready server, the pool waits and tries all servers again."""
+After an HTTP call has failed on every ready server, the pool waits and tries all servers again."""
 
 from __future__ import annotations
 

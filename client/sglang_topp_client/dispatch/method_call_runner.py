@@ -1,7 +1,7 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-In this package, a request is one call of `generate`, `resume`, or `score`, with all prompts of the call. The
-caller may name the request with a `request_id`. `Dispatcher` splits the request into many HTTP requests.
+In this folder, a request is one such method call, with all prompts of the call. The caller may name the
+request with a `request_id`. `Dispatcher` splits the request into HTTP calls.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
-from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
+from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+    parse_token_logprobs,
+    read_weight_version,
+)
 from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
 from sglang_topp_client.requests.resume import empty_rollout
 from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout

@@ -17,8 +17,11 @@ from sglang_topp import formats
 from sglang_topp.errors import BadRequestError, WireError
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import read_field
-from sglang_topp_client.protocols.sglang_answer_fields import parse_token_logprobs, read_weight_version
 from sglang_topp_client.protocols.sglang_generate import StreamedExchange
+from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+    parse_token_logprobs,
+    read_weight_version,
+)
 from sglang_topp_client.requests.plan_generate import check_source
 from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.types.rollout import DISTRIBUTION

@@ -14,10 +14,9 @@ answer has no final message. Answer::
 
 The message `{"error": {...}}` reports a failure. The client ignores all messages after an error message.
 
-The client's `Accept` header asks for binary frames. A sidecar that supports binary frames sends each message
-as a frame (`framing.py`). A frame with a sample holds the binary form of the sample (`rollout_binary.py`). A
-frame with the final message or an error message holds JSON. A sidecar without support for binary frames sends
-every message as a line of JSON (`rollout_json.py`).
+The client's `Accept` header asks for messages that begin with their length (`framing.py`). A sidecar that
+supports them encodes each sample in binary form (`rollout_binary.py`), and the final message or an error
+message as JSON. Any other sidecar sends every message as a line of JSON (`rollout_json.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     logprobs                        list<float>, T
     candidate_ids                   list<list<int32>>, T; null without sets
     candidate_logprobs              list<list<float>>, the same lengths; null if the sets have no log-probs
-    candidate_sampled_ids           list<int32>, T; null if equal to output_ids, the usual case
+    candidate_sampled_ids           list<int32>, T, the sampled id of each set; null if equal to output_ids
     top_logprobs_source             string or null
     top_logprobs_p                  double or null
     sampling_params                 string, a JSON object, or null

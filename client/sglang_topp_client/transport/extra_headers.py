@@ -1,4 +1,4 @@
-"""Check the HTTP headers that a caller adds to every request. Define the name of the routing-key header."""
+"""Check the HTTP headers that a caller adds to every request, and name the header of the routing key."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ except ImportError:  # pragma: no cover - Windows has no such limit
 __all__ = ["FileLimitError", "max_connections", "shortage"]
 
 # The number of descriptors to keep free for files that the process opens later, and for attempts to connect.
-# One attempt to connect may take several descriptors, because a thread resolves the host name, and the client
-# may try two addresses at once.
+# One attempt to connect may take several descriptors: resolving the host name opens files and sockets, and
+# the client may try two addresses at once.
 _RESERVE = 64
 
 

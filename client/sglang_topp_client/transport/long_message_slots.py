@@ -2,9 +2,9 @@
 
 A server sends each finished sample as one message of its answer. The message holds all candidate sets of the
 sample, and can be decoded only after its last byte has arrived. Without a limit, the client would hold many
-incomplete messages in memory when many samples finish at the same time. With the limit, the client reads a
-long message only while the message holds one of `max_long_messages` slots. While a message waits for a slot,
-its unread part stays on the server.
+incomplete messages in memory when many samples finish at the same time. A message counts as long when more
+than `LONG_BYTES` bytes of it have arrived. From then on, the client reads the message only while the message
+holds one of `max_long_messages` slots. While a message waits for a slot, its unread part stays on the server.
 """
 
 from __future__ import annotations

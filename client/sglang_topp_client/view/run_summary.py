@@ -1,7 +1,8 @@
 """RunSummary: the statistics that `sglang-topp view` shows for a run.
 
 The statistics are histograms, percentile bands, a table of rollouts, and the numbers for the page's verdict.
-The verdict says whether any generated token lacks its candidate set, and whether to replay the sets.
+The verdict says whether to train on the rollouts: not if a generated token lacks its candidate set. It also
+says how much probability top-p removed, and therefore whether to replay the sets.
 """
 
 from __future__ import annotations

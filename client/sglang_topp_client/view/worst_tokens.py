@@ -1,6 +1,7 @@
 """Keep the tokens with the highest values of a metric, over rollouts that are added one by one.
 
-`sglang-topp view` uses this module to list the worst tokens. A low kept mass is bad, so the caller passes the
+`sglang-topp view` uses this module to list the worst tokens by set size, by importance ratio, and by kept
+mass, the total probability of a candidate set. The lowest kept masses are the worst, so the caller passes the
 negated kept mass as the metric.
 """
 

@@ -1,4 +1,4 @@
-"""Check that the running SGLang has every seam: each function and class that the patch set depends on.
+"""Check that the running SGLang has every seam: each SGLang function that the patch set wraps or calls.
 
 SGLang logs and swallows a plugin's exceptions, so this module records problems instead of raising errors. If
 this module finds a problem, the hooks in the HTTP process refuse every request for candidate sets.

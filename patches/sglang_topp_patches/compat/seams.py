@@ -128,19 +128,19 @@ COMMON = (
         f"{_RUNNER}.sample",
         ("self", "logits_output", "forward_batch"),
         "attaches the generated tokens' sets to the pass",
-        (_around("scheduler.generated_sets.sample"),),
+        (_around("scheduler.extract_generated_sets.sample"),),
     ),
     Seam(
         f"{_RUNNER}.compute_logprobs_only",
         ("self", "logits_output", "forward_batch"),
         "attaches the sets of a pass that only scores prompts",
-        (_around("scheduler.prompt_sets.compute_logprobs_only"),),
+        (_around("scheduler.extract_prompt_sets.compute_logprobs_only"),),
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
         ("self",),
         "counts a prompt once that is scored again after a retraction",
-        (_after("scheduler.prompt_sets.forget_rows"),),
+        (_after("scheduler.extract_prompt_sets.forget_rows"),),
     ),
     Seam(
         "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
@@ -527,7 +527,7 @@ LOGPROB_PROCESSORS = (
         f"{_LOGPROBS}.OutputLogprobProcessor.compute_logprobs",
         ("self", "logprobs", "top_logprobs_nums", "token_ids_logprobs", "batch_next_token_ids"),
         "takes the sets from the log-probs that SGLang reports",
-        (_around("scheduler.generated_sets.compute_logprobs"),),
+        (_around("scheduler.extract_generated_sets.compute_logprobs"),),
     ),
     Seam(
         f"{_LOGPROBS}.InputLogprobProcessor.forward",
@@ -542,7 +542,7 @@ LOGPROB_PROCESSORS = (
             "logits_metadata",
         ),
         "takes the prompt's sets from the logits that SGLang scores the prompt with",
-        (_around("scheduler.prompt_sets.forward"),),
+        (_around("scheduler.extract_prompt_sets.forward"),),
     ),
 )
 """The methods that compute log-probs in SGLang 0.5.16 and later."""
@@ -599,7 +599,7 @@ STREAMER = (
         f"{_STREAMER}.stream_output",
         ("self", "reqs", "return_logprob"),
         "frees the sets that were sent",
-        (_after("scheduler.generated_sets.free_sent_entries"),),
+        (_after("scheduler.extract_generated_sets.free_sent_entries"),),
     ),
 )
 """`SchedulerOutputStreamer`, which sends the scheduler's output in SGLang 0.5.13 and later."""
@@ -654,7 +654,7 @@ def _commit(results: str, streamer: str) -> tuple[Seam, ...]:
             "adds the sets to their requests; frees the sets that were sent",
             (
                 _before("scheduler.host_copy_before_0_5_19.commit"),
-                _after("scheduler.generated_sets.free_sent_entries"),
+                _after("scheduler.extract_generated_sets.free_sent_entries"),
             ),
         ),
         Seam(
@@ -688,13 +688,13 @@ SAMPLER_LOGPROBS = (
             "batch_next_token_ids",
         ),
         "takes the sets from the log-probs that SGLang reports",
-        (_around("scheduler.generated_sets.attach_logprobs"),),
+        (_around("scheduler.extract_generated_sets.attach_logprobs"),),
     ),
     Seam(
         f"{_LOGITS}.process_input_logprobs",
         ("self", "input_logits", "logits_metadata"),
         "takes the prompt's sets from the logits that SGLang scores the prompt with",
-        (_around("scheduler.prompt_sets.process_whole"),),
+        (_around("scheduler.extract_prompt_sets.process_whole"),),
     ),
     Seam(
         f"{_LOGITS}.process_input_logprobs_by_chunk",
@@ -708,13 +708,13 @@ SAMPLER_LOGPROBS = (
             "logits_metadata",
         ),
         "takes the prompt's sets where SGLang scores the prompt in chunks",
-        (_around("scheduler.prompt_sets.process_by_chunk"),),
+        (_around("scheduler.extract_prompt_sets.process_by_chunk"),),
     ),
     Seam(
         f"{_LOGITS}._get_logits",
         ("self",),
         "takes the sets of one chunk of a scored prompt",
-        (_after("scheduler.prompt_sets.observe_logits"),),
+        (_after("scheduler.extract_prompt_sets.observe_logits"),),
     ),
 )
 """The sampler's and the logits processor's methods that compute log-probs, up to SGLang 0.5.15.post1."""

@@ -1,8 +1,8 @@
 """Stubs of two kernel packages. On a CPU, SGLang versions before 0.5.14 import both but call neither.
 
-`sgl_kernel` cannot be imported without the CUDA driver. `vllm` may be missing, because SGLang does not depend
-on it. This package's CPU platform runs SGLang's plain-torch code, which calls no kernel of `sgl_kernel` or
-`vllm`. Calling a stub raises an error that names the kernel.
+`sgl_kernel` cannot be imported without the CUDA driver. `vllm` may be missing, because SGLang does not
+install it. This package's CPU platform runs SGLang's plain-torch code, which calls no kernel of `sgl_kernel`
+or `vllm`. Calling a stub raises an error that names the kernel.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ SGLang's own CPU engine needs kernels that no package ships. This platform runs 
 which needs none of these kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP
 server are the same as on other platforms.
 
-SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` implements every version of
-the platform interface, so no method depends on the SGLang release.
+SGLang's platform interface changed between 0.5.12 and 0.5.23. `TorchCpuPlatform` has the methods of all
+versions of the interface. Each SGLang release calls only the methods that it knows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """On a decode server, fetch the sets of the prompt and the first generated token from the prefill server.
 
-While a request runs, the decode server's HTTP process asks the prefill server's bootstrap server for the sets
-(`open_question`). SGLang's transfer of the KV cache cannot carry the sets, because the transfer's buffers
-have a fixed size. The schedulers of the two servers do not wait for the sets. The request ends with an error
-if the prefill server has no sets, or if the two servers have different first tokens for the request.
+SGLang transfers the KV cache from the prefill server to the decode server. This transfer cannot carry the
+sets, because the transfer's buffers have a fixed size. So when a generation request arrives, the decode
+server's HTTP process asks the prefill server for the sets over HTTP (`open_question`). The answer arrives
+after the prefill. Neither server's scheduler waits for the sets. The generation request ends with an error if
+the prefill server has no sets, or if the two servers have different first tokens.
 """
 
 from __future__ import annotations

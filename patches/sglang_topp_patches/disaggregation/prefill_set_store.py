@@ -2,9 +2,9 @@
 
 The prefill server draws a request's first token and scores the request's prompt. SGLang sends the token and
 the KV cache to the decode server, in buffers of fixed size. Candidate sets vary in size, so buffers of fixed
-size cannot carry them. The prefill server's HTTP process therefore keeps the sets until the decode server's
-HTTP process asks for them. A request has the same number, its bootstrap room, on both servers. The store
-finds the request's sets by this number.
+size cannot carry them. The prefill server's HTTP process therefore keeps the sets until it has sent them to
+the decode server. A request has the same number, its bootstrap room, on both servers. The store finds the
+request's sets by this number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.input_comparison import differing_names
 from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, Span, join
+from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, PackedSet, join
 
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 
@@ -55,12 +55,12 @@ class FirstToken:
     token_id: int
     inputs: Mapping[str, str]
     entry: Entry
-    prompt: tuple[Span | None, ...] = ()
+    prompt: tuple[PackedSet | None, ...] = ()
 
     @property
     def num_candidates(self) -> int:
         """The total number of candidates in the first generated token's set and the prompt's sets."""
-        return sum(len(span[0]) // 4 for span in (self.entry.candidates, *self.prompt) if span)
+        return sum(len(each[0]) // 4 for each in (self.entry.candidates, *self.prompt) if each)
 
     def to_bytes(self) -> bytes:
         """Return one JSON line, then all candidates' token ids (int32), then all log-probs (float32).
@@ -110,14 +110,14 @@ class FirstToken:
         ids = np.frombuffer(arrays, "<i4", total).astype(np.int32, copy=False)
         logprobs = np.frombuffer(arrays, "<f4", total, 4 * total).astype(np.float32, copy=False)
         ends = lengths.clip(min=0).cumsum()
-        spans = [
+        packed = [
             (ids[end - length : end].tobytes(), logprobs[end - length : end].tobytes())
             if length >= 0
             else None
             for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)
         ]
-        entry = Entry(spans[0], head["problem"], head["status"], head["weight_version"])
-        return cls(head["token_id"], head["inputs"], entry, tuple(spans[1:]))
+        entry = Entry(packed[0], head["problem"], head["status"], head["weight_version"])
+        return cls(head["token_id"], head["inputs"], entry, tuple(packed[1:]))
 
 
 def _little_endian(values: np.ndarray[Any, Any]) -> bytes:

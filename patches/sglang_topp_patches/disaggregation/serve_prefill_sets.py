@@ -1,9 +1,9 @@
 """Let a prefill server send the candidate sets of prompts and first tokens to decode servers.
 
 Both servers receive each generation request. The decode server answers the client, but the prefill server
-draws the first token. The decode server's HTTP process therefore asks the prefill server's HTTP process for
-the sets, as soon as a request arrives. The patch set adds a route to the prefill server's bootstrap server,
-and the decode server asks for the sets on this route. A decode server without the patch set does not ask for
+draws the first token. The decode server's HTTP process therefore asks the prefill server for the sets, as
+soon as a request arrives. The patch set adds a route for this purpose to SGLang's bootstrap server, which
+runs in the prefill server's HTTP process. A decode server without the patch set does not ask for
 the sets, and would send an answer without sets. So if a client requests sets, the prefill server begins the
 prefill only after a decode server has asked for the sets. If no decode server asks in time, the prefill
 server refuses the request with a 503.
@@ -21,7 +21,7 @@ from sglang_topp_patches.disaggregation.input_comparison import first_token_inpu
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import Entry, Span, asking_field
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet, asking_field
 
 __all__ = ["PrefillServer"]
 
@@ -106,7 +106,7 @@ class PrefillServer:
         server_args: Any,
         obj: Any,
         token_id: int | None,
-        first_entry: Callable[[], tuple[Entry, tuple[Span | None, ...]]],
+        first_entry: Callable[[], tuple[Entry, tuple[PackedSet | None, ...]]],
     ) -> None:
         """Store a finished request's sets for its decode server, if this is a prefill server.
 

@@ -2,8 +2,8 @@
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
 The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object.
-SGLang calls `generate_request` before `Engine.generate` or `Engine.async_generate` returns. The context
-variable therefore still holds the keyword arguments of the same request.
+SGLang calls `generate_request` before `Engine.generate` or `Engine.async_generate` returns. The hooks reset
+the context variable only after the return, so `generate_request` finds the arguments of its own request.
 """
 
 from __future__ import annotations

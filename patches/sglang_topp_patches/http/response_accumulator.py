@@ -10,7 +10,7 @@ from sglang_topp_patches.http.route_policy import Call
 from sglang_topp_patches.http.weight_spans import WeightSpans
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.scheduler_messages import Entry, Span
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet
 
 __all__ = ["ResponseAccumulator"]
 
@@ -41,8 +41,8 @@ class ResponseAccumulator:
         """
         self.num_tokens = 0
         self.first_token_id: int | None = None
-        self.generated: list[Span | None] = []
-        self.prompt: list[Span | None] = []
+        self.generated: list[PackedSet | None] = []
+        self.prompt: list[PackedSet | None] = []
         self.weight_spans = WeightSpans()
         self.problem = ""
         self.refusal: Entry | None = None
@@ -57,7 +57,7 @@ class ResponseAccumulator:
         self,
         token_ids: Sequence[int],
         entries: Sequence[Entry | None],
-        prompt_rows: Sequence[Span | Entry | None],
+        prompt_rows: Sequence[PackedSet | Entry | None],
     ) -> None:
         """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`."""
         if self.first_token_id is None and token_ids:
@@ -89,7 +89,7 @@ class ResponseAccumulator:
             # candidates for the first generated token, so `prompt` omits the last row.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
-        self._count(sum(len(span[0]) // 4 for span in new if span), len(entries) + len(rows))
+        self._count(sum(len(each[0]) // 4 for each in new if each), len(entries) + len(rows))
 
     def add_first_token(self, first: FirstToken) -> None:
         """Store the candidate sets from the prefill server: the sets of the first token and of the prompt."""
@@ -105,7 +105,7 @@ class ResponseAccumulator:
             self.weight_spans.name_first(first.entry.weight_version)
             self._count(first.num_candidates, len(first.prompt))
 
-    def first_entry(self, problem: str) -> tuple[Entry, tuple[Span | None, ...]]:
+    def first_entry(self, problem: str) -> tuple[Entry, tuple[PackedSet | None, ...]]:
         """Return the first token's `Entry` and the prompt's sets, for the request's decode server.
 
         Args:
@@ -143,9 +143,9 @@ class ResponseAccumulator:
 
     def forget(self, start: int, stop: int) -> None:
         """Free the sets of the tokens from index `start` to `stop - 1`. No later chunk needs these sets."""
-        gone = [span for span in self.generated[start:stop] if span]
+        gone = [each for each in self.generated[start:stop] if each]
         self.generated[start:stop] = [None] * (stop - start)
-        self._count(-sum(len(span[0]) // 4 for span in gone), -len(gone))
+        self._count(-sum(len(each[0]) // 4 for each in gone), -len(gone))
 
     def _count(self, candidates: int, positions: int) -> None:
         self._candidates += candidates

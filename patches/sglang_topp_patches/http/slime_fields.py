@@ -5,7 +5,8 @@ slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `re
 little-endian int32 in base64::
 
     top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
-    top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries
+    top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries for T
+    tokens
 
 Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. slime has its own patch
 for SGLang's sampler (`sglang-top_p.patch`), which produces the two arrays. This module replaces slime's

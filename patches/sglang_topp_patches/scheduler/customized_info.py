@@ -1,4 +1,8 @@
-"""Append the candidate set of each new token to the `customized_info` of the token's request."""
+"""Append the candidate set of each new token to the `customized_info` of the token's request.
+
+SGLang sends a request's `customized_info` from the scheduler to the HTTP process. The module
+`scheduler_messages` of this package defines the entries that this module appends.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.scheduler.request_budget import charge, end_without_set
-from sglang_topp_patches.scheduler_messages import KEY, Entry, Span
+from sglang_topp_patches.scheduler_messages import KEY, Entry, PackedSet
 
 __all__ = ["add_entries", "lowest_logprob"]
 
 
 def add_entries(
-    req: Any, output_index: int, found: Sequence[tuple[Span | None, str]], weight_version: str
+    req: Any, output_index: int, found: Sequence[tuple[PackedSet | None, str]], weight_version: str
 ) -> None:
     """Append one `Entry` for each new token to a request's `customized_info`.
 
@@ -34,11 +38,11 @@ def add_entries(
     del entries[output_index:]
     skipped = output_index - len(entries)
     entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped
-    entries += [Entry(span, problem, weight_version=weight_version) for span, problem in found]
+    entries += [Entry(each, problem, weight_version=weight_version) for each, problem in found]
     if skipped > 0 or any(problem for _, problem in found):
         end_without_set(req)
     else:
-        charge(req, sum(len(span[0]) // 4 for span, _ in found if span is not None), len(found))
+        charge(req, sum(len(each[0]) // 4 for each, _ in found if each is not None), len(found))
 
 
 def lowest_logprob() -> float | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from sglang_topp_patches.scheduler_messages import Span, span
+from sglang_topp_patches.scheduler_messages import PackedSet, pack_set
 
 __all__ = ["ExtractedSets"]
 
@@ -55,8 +55,8 @@ class ExtractedSets:
         """Return this object, whose tensors must already be on the host."""
         return self
 
-    def spans(self) -> list[Span]:
-        """Return each row's set as a `Span`. The tensors of this object must already be on the host."""
+    def packed_sets(self) -> list[PackedSet]:
+        """Return each row's set as a `PackedSet`. The tensors of this object must already be on the host."""
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = self.offsets.tolist()
-        return [span(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]
+        return [pack_set(token_ids[low:high], logprobs[low:high]) for low, high in pairwise(bounds)]

@@ -85,15 +85,16 @@ def extract_support(
     *,
     lowest: float | None = None,
 ) -> Sets:
-    """Extract, for each row, the set of tokens that the sampler could draw.
+    """Extract the set of tokens that the sampler could draw, for each of the R rows that `rows` lists.
 
-    `nucleus.support_candidates` gives the exact definition of these sets. If a row has no exact set,
-    `problems` of the returned object gives the reason. All other rows still get their sets.
+    `nucleus.support_candidates` gives the exact definition of these sets. If one of the R rows has no exact
+    set, `problems` of the returned object gives the reason, and the other R - 1 rows still get their sets.
 
     Args:
-        process: the same as in `extract`.
+        process: the state of this scheduler process, the same as in `extract`.
         logprobs: float [B, V], the same as in `extract`.
-        rows: int64 [R], ascending: the rows of `logprobs` whose filtered probabilities the sampler returned.
+        rows: int64 [R], ascending indices into the B rows of `logprobs`: the rows whose filtered
+            probabilities the sampler returned.
         is_drawn: bool [R, W], whether each of a row's W filtered probabilities is above 0.
         token_ids: int32 [R, W], the token in each column of `is_drawn`, most likely token first. None means
             that W equals V, and that column `i` belongs to token `i`.

@@ -6,17 +6,17 @@ the results, because an earlier read of the sizes would wait for the GPU. If the
 into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
 
 Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
-sets. The memory of the kept log-probs counts against the limits (`memory.budget`). The host can safely read
-the kept log-probs when the scheduler processes the results, for three reasons:
+sets. The memory of the kept log-probs counts against the limits (`memory.budget`). When the scheduler
+processes the results, this module can still read the original value of every kept log-prob:
 
-1. SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
-   processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
-2. If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs.
-3. SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
-   module reads the dtype's lowest value as -inf.
+- SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
+  processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
+- SGLang changes the kept log-probs in one way only: it replaces -inf with the dtype's lowest value. This
+  module reads the dtype's lowest value as -inf.
+- Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs.
 
-Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs. For the
-source `"sampler"`, this module also keeps a tensor that marks the tokens that the sampler could draw.
+If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs. For the source
+`"sampler"`, this module also keeps a tensor that marks the tokens that the sampler could draw.
 `sampler_candidates` computes this tensor anew in each pass.
 """
 
@@ -128,8 +128,8 @@ def by_threshold(
         is_taken = None if is_taken is None else is_taken[on_device]
     elif logprobs.stride(1) != 1:
         logprobs = logprobs.contiguous()
-    # If a grammar or another rank chooses a token, SGLang replaces the sampled token in place. So copy the
-    # sampled tokens.
+    # Copy the sampled tokens, because SGLang may overwrite them in place, for example when it synchronizes
+    # the tokens of tensor-parallel ranks.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:

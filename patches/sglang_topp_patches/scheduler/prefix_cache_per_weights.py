@@ -10,8 +10,8 @@ From a weight push until the next flush of the cache, each scored prompt uses a 
 `extra_key`) for the current weights. Prompts that are scored with the same weights still share cached
 prefixes.
 
-With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompt_sets` ends a
-request with an error if weights are pushed during the prefill of the request's prompt. `weights_of`
+With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `extract_prompt_sets`
+ends a request with an error if weights are pushed during the prefill of the request's prompt. `weights_of`
 identifies the weights that the engine had when a request's prefill began.
 
 This module identifies weights by the number of weight pushes so far, because weight versions are unreliable.

@@ -1,14 +1,14 @@
 """Count each request's candidates against the limits on memory, and refuse a request that exceeds a limit.
 
+To refuse a request, the scheduler stops extracting sets for the request, and sends an error message with the
+request's next token. When the HTTP process receives the error message, it ends the request with an error. The
+scheduler does not end the request itself: only one tensor-parallel rank knows that a request exceeded a
+limit, but all ranks must end a request in the same step.
+
 The scheduler counts candidates with `memory.budget.Account`. The scheduler starts to count a request's
 candidates at the request's first set. The scheduler stops counting when it sends the request's last output,
 or when it refuses the request. The scheduler also stops counting when it aborts a retracted request in a
 queue. If none of these events occurs, the scheduler stops counting when SGLang's `Req` object is freed.
-
-Only one tensor-parallel rank knows that a request exceeded a limit, but all ranks must end a request in the
-same step. So the scheduler does not itself end a request that exceeds a limit. Instead, the scheduler stops
-extracting sets for the request, and sends an error message with the request's next token. When the HTTP
-process receives the error message, the HTTP process ends the request with an error.
 """
 
 from __future__ import annotations

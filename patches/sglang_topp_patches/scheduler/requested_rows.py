@@ -4,9 +4,10 @@ When SGLang builds a `ForwardBatch`, the hook `note_requested_rows` creates a `F
 rows that ask for candidate sets. Before the model runs, SGLang copies the `ForwardBatch` field by field, so
 the copy would lack any attribute that the hook adds. The hook therefore replaces the batch's list
 `top_logprobs_nums` with a `TopLogprobsNums`, a subclass of list that has the `ForwardPass` as an attribute.
-The hooks that extract sets find the `ForwardPass` in the `top_logprobs_nums` of the copied batch, or in that
-of the metadata with which SGLang scores prompts. If SGLang replaces `top_logprobs_nums` with a new list, the
-hooks find no `ForwardPass` and extract no sets. The requests that ask for sets then end with an error.
+The hooks that extract sets find the `ForwardPass` in the copied batch's list `top_logprobs_nums`. When SGLang
+scores prompts, the metadata of the logits has the same list, and the hooks find the `ForwardPass` there. If
+SGLang replaces `top_logprobs_nums` with a new list, the hooks find no `ForwardPass` and extract no sets. The
+requests that ask for sets then end with an error.
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ def sample_from_probs(
         return original(self, probs, sampling_info, *args, **kwargs)
     native = sampling_info.sampling_mask_batch_indices
     ours = _to_device(drawing.rows, probs.device)
-    # If a request of the batch asks for SGLang's own sampling mask, make SGLang return the filtered
-    # probabilities of all rows. To return only some of the rows, SGLang would copy these rows.
+    # SGLang returns the filtered probabilities of the rows in `sampling_mask_batch_indices`. If a request
+    # asks for SGLang's own sampling mask, two sets of rows are needed: SGLang's and `ours`. So ask for all
+    # rows, and select both sets of rows from the result.
     asked = ours if native is None else torch.arange(len(probs), device=probs.device)
     sampling_info.sampling_mask_batch_indices = asked
     try:

@@ -38,7 +38,7 @@ from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, requested_rows
-from sglang_topp_patches.scheduler_messages import Span
+from sglang_topp_patches.scheduler_messages import PackedSet
 
 __all__ = ["VerifiedSets", "compute_logprobs", "sample"]
 
@@ -271,21 +271,23 @@ class VerifiedSets:
             moved = ""
             if req.rid != self.rows.request_ids[row]:
                 moved = f"row {row} was verified for request {self.rows.request_ids[row]}"
-            entries: list[tuple[Span | None, str]] = []
+            entries: list[tuple[PackedSet | None, str]] = []
             for slot, token_id in zip(slots, commit.token_ids, strict=False):
-                span, problem = found[slot]
+                packed_set, problem = found[slot]
                 problem = moved or problem
                 if not problem and token_id != verified[slot]:
                     problem = f"token {token_id} became visible, and verification drew {verified[slot]}"
-                entries.append((None if problem else span, problem))
+                entries.append((None if problem else packed_set, problem))
             missing = len(commit.token_ids) - len(entries)
             entries += [(None, "a token became visible without being verified")] * missing
             add_entries(req, commit.output_index, entries, self.weight_version)
 
-    def _by_slot(self) -> list[tuple[Span | None, str]]:
+    def _by_slot(self) -> list[tuple[PackedSet | None, str]]:
         """Return one pair per slot of the verification: `(set, "")`, or `(None, reason)` without a set."""
         count = len(self.asking) * self.width
-        found: list[tuple[Span | None, str]] = [(None, "SGLang verified without reporting log-probs")] * count
+        found: list[tuple[PackedSet | None, str]] = [
+            (None, "SGLang verified without reporting log-probs")
+        ] * count
         width, drawn = self.width, self.rows.drawn
         starts = [self.asking.index(row) * width for row in drawn]
         of_drawn = [start + slot for start in starts for slot in range(width)]
@@ -297,10 +299,10 @@ class VerifiedSets:
             if sets is None:
                 continue
             on_host = sets.on_host()
-            spans = on_host.spans()
+            packed = on_host.packed_sets()
             for slot, place in zip(slots, places, strict=True):
                 problem = on_host.problems.get(place, "")
-                found[slot] = (None if problem else spans[place], problem)
+                found[slot] = (None if problem else packed[place], problem)
         for slot in range(count):
             if problem := self._drawing_problem(slot):
                 found[slot] = (None, problem)

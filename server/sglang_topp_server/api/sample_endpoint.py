@@ -1,9 +1,9 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
-`SampleEndpoint` is the route's response object. `SampleEndpoint` reads the request body and sends the answer
-itself, so that it knows exactly how long the request is in flight. `SampleEndpoint` also notices a disconnect
-of the caller while the engine generates. Starlette's StreamingResponse would leave the generator of a broken
-stream open until the generator is garbage-collected.
+The route returns a `SampleEndpoint` as its Starlette response. When Starlette calls this response, it reads
+the request body, runs the request, and sends the answer. So it knows exactly how long the request is in
+flight, and it notices a disconnect of the caller while the engine generates. Starlette's StreamingResponse
+would leave the generator of a broken stream open until the generator is garbage-collected.
 """
 
 from __future__ import annotations

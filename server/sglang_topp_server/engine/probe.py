@@ -1,10 +1,10 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
 A probe requests `/server_info` from the engine. In the answer, the patch set reports its state. A gateway
-does not serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, lists all
-workers at `/workers`, and answers `/health` itself. If `/server_info` answers 404, the probe therefore
-requests `/get_server_info`. If that route answers, the probe assumes a gateway, and also requests
-`/server_info` directly from each worker that the gateway lists, except from unhealthy workers.
+does not serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, and lists all
+workers at `/workers`. If `/server_info` answers 404, the probe therefore requests `/get_server_info`. If that
+route answers, the probe assumes a gateway, and also requests `/server_info` directly from each worker that
+the gateway lists, except from unhealthy workers.
 
 A probe ends with a test request for one token and its candidate set. Once a test request has succeeded, later
 probes omit it. If a probe finds the engine unreachable or unpatched, later probes send a test request again.

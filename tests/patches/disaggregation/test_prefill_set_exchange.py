@@ -24,7 +24,7 @@ from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import KEY, Entry, span
+from sglang_topp_patches.scheduler_messages import KEY, Entry, pack_set
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without
 
@@ -45,8 +45,8 @@ INPUTS = first_token_inputs(OBJ)
 FIRST = FirstToken(
     TOKEN,
     INPUTS,
-    Entry(span(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32)), weight_version="7"),
-    (None, span(np.array([4], np.int32), np.array([-1], np.float32))),
+    Entry(pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32)), weight_version="7"),
+    (None, pack_set(np.array([4], np.int32), np.array([-1], np.float32))),
 )
 
 
@@ -270,7 +270,7 @@ async def test_only_a_decode_server_asks(prefill: PrefillServer) -> None:
 
 async def test_only_a_prefill_server_keeps(prefill: PrefillServer) -> None:
     received = ResponseAccumulator(1)
-    received.add([TOKEN], [FIRST.entry], [span(*(np.zeros(1, t) for t in (np.int32, np.float32)))] * 2)
+    received.add([TOKEN], [FIRST.entry], [pack_set(*(np.zeros(1, t) for t in (np.int32, np.float32)))] * 2)
     obj = state(0).obj
     for mode, problem, expected in [
         ("decode", "", None),

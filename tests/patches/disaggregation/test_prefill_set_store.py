@@ -12,7 +12,7 @@ import pytest
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.prefill_set_store import FirstToken, PrefillSets
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import Entry, Span, span
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet, pack_set
 
 ASKED = {"top_logprobs_p": "0.9", "prompt": "abc"}
 
@@ -22,8 +22,8 @@ def flight() -> InFlight:
     return InFlight(100)
 
 
-def of_size(size: int) -> Span:
-    return span(np.arange(size, dtype=np.int32), np.linspace(-1, -9, size, dtype=np.float32))
+def of_size(size: int) -> PackedSet:
+    return pack_set(np.arange(size, dtype=np.int32), np.linspace(-1, -9, size, dtype=np.float32))
 
 
 def first(token_id: int = 1, size: int = 10) -> FirstToken:

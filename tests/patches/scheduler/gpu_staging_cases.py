@@ -23,9 +23,9 @@ from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget, InFlight
 from sglang_topp_patches.scheduler import (
     customized_info,
-    generated_sets,
+    extract_generated_sets,
+    extract_prompt_sets,
     gpu_staging,
-    prompt_sets,
     sampler_candidates,
     speculative_verification,
 )
@@ -93,10 +93,10 @@ def test_sets_are_those_of_the_cpu() -> None:
         got = sets.on_host()
     assert list(got.problems) == [2]
     assert "holds NaN" in got.problems[2]
-    spans = got.spans()
-    assert spans[1] == spans[2] == (b"", b"")
+    packed = got.packed_sets()
+    assert packed[1] == packed[2] == (b"", b"")
     for row in (0, 3, 4):
-        assert spans[row : row + 1] == by_the_cpu(logprobs[row], thresholds[row], int(sampled[row]))
+        assert packed[row : row + 1] == by_the_cpu(logprobs[row], thresholds[row], int(sampled[row]))
 
 
 @BOTH
@@ -110,9 +110,9 @@ def test_a_sampled_token_of_probability_0_has_the_log_prob_of_0(dtype: torch.dty
         sets = extract(PROCESS, there, [0.9, 0.9], sampled.to("cuda")).map(on_host)
         # SGLang does this before it consumes the pass. Every row asks, so the pass kept this tensor.
         there.clamp_(min=torch.finfo(dtype).min)
-        spans = sets.on_host().spans()
+        packed = sets.on_host().packed_sets()
     for row in (0, 1):
-        assert spans[row : row + 1] == by_the_cpu(logprobs[row], 0.9, int(sampled[row]))
+        assert packed[row : row + 1] == by_the_cpu(logprobs[row], 0.9, int(sampled[row]))
 
 
 @BOTH
@@ -123,9 +123,9 @@ def test_settled_sets_are_whole_and_on_the_device() -> None:
         settled = extract(PROCESS, logprobs.to("cuda"), [0.9, 0.5, 1.0], sampled.to("cuda")).settled()
         assert isinstance(settled, ExtractedSets)
         assert settled.token_ids.device.type == "cuda"
-        spans = settled.map(lambda tensor: tensor.cpu()).spans()
+        packed = settled.map(lambda tensor: tensor.cpu()).packed_sets()
     for row, p in enumerate([0.9, 0.5, 1.0]):
-        assert spans[row : row + 1] == by_the_cpu(logprobs[row], p, int(sampled[row]))
+        assert packed[row : row + 1] == by_the_cpu(logprobs[row], p, int(sampled[row]))
 
 
 @BOTH
@@ -154,11 +154,11 @@ def test_only_the_rows_that_ask_are_kept_and_counted(rule: str) -> None:
         assert limits.total == num_bytes // 8
         got = copied.on_host()
         assert limits.total == 0
-    spans = got.spans()
+    packed = got.packed_sets()
     if rule == "threshold":
-        assert spans[0] == spans[2] == spans[4] == (b"", b"")
-        spans = [spans[1], spans[3]]
-    assert spans == [*by_the_cpu(logprobs[1], 1.0, 2), *by_the_cpu(logprobs[3], 1.0, 4)]
+        assert packed[0] == packed[2] == packed[4] == (b"", b"")
+        packed = [packed[1], packed[3]]
+    assert packed == [*by_the_cpu(logprobs[1], 1.0, 2), *by_the_cpu(logprobs[3], 1.0, 4)]
 
 
 def test_a_pass_that_is_dropped_counts_no_more() -> None:
@@ -189,7 +189,7 @@ def committed(token: int) -> Committed:
 def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows by threshold, rows from the sampler, and rows without sets, from the hook to the request."""
     monkeypatch.setattr(customized_info, "charge", lambda *args: None)
-    monkeypatch.setattr(generated_sets, "is_refused", lambda req: False)
+    monkeypatch.setattr(extract_generated_sets, "is_refused", lambda req: False)
     logprobs, sampled = logprobs_of(4), torch.tensor([3, 1, 4, 1])
     weights = torch.where(logprobs > -6.0, logprobs.exp(), 0)
     rows = RequestedRows(tuple("abcd"), (0.9, 0.0, 0.0, 0.0), drawn=(1, 2), greedy=frozenset({2}))
@@ -204,7 +204,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             with sampler_candidates.capturing(capture):
                 sampler_candidates.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
                 # SGLang reads only its own tensors there.
-                generated_sets.compute_logprobs(
+                extract_generated_sets.compute_logprobs(
                     lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
                     None,
                     there,
@@ -212,7 +212,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
                     [None] * 4,
                     drawn,
                 )
-            output = PassSets((generated_sets.GeneratedSets(rows, capture.sets, "w", capture.drawn),))
+            output = PassSets((extract_generated_sets.GeneratedSets(rows, capture.sets, "w", capture.drawn),))
             output = output.copy_to_host(on_host)
         # The next step of a CUDA graph overwrites the weights.
         weights_there.zero_()
@@ -316,7 +316,7 @@ def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
 
 def prompt_pass(
     logits: Tensor, next_ids: Tensor, counts: list[int], thresholds: tuple[float, ...], *, chunk: int
-) -> prompt_sets.PromptSets:
+) -> extract_prompt_sets.PromptSets:
     """Score prompts as SGLang does, `chunk` rows at a time, with the hook around it."""
     rows = RequestedRows(tuple("ab"[: len(counts)]), thresholds)
     nums = TopLogprobsNums([0] * len(counts))
@@ -327,7 +327,7 @@ def prompt_pass(
         for start in range(0, len(logits), chunk):
             get_logits_fn(logits[start : start + chunk])
 
-    prompt_sets.forward(
+    extract_prompt_sets.forward(
         score,
         PROCESSOR,
         logits_metadata=SimpleNamespace(
@@ -340,7 +340,7 @@ def prompt_pass(
         get_logits_fn=lambda states: states,
     )
     prompt = nums.forward_pass.prompt
-    assert isinstance(prompt, prompt_sets.PromptSets)
+    assert isinstance(prompt, extract_prompt_sets.PromptSets)
     return prompt
 
 
@@ -349,8 +349,8 @@ def prompt_pass(
 @pytest.mark.parametrize("chunk", [9, 5, 2])
 def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Two chunks do not wait for the device. At most two chunks keep their log-probs."""
-    monkeypatch.setattr(prompt_sets, "charge", lambda *args: None)
-    monkeypatch.setattr(prompt_sets, "is_refused", lambda req: False)
+    monkeypatch.setattr(extract_prompt_sets, "charge", lambda *args: None)
+    monkeypatch.setattr(extract_prompt_sets, "is_refused", lambda req: False)
     monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3))
     next_ids = torch.arange(9) * 7
@@ -366,7 +366,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [span for req in requests for span in list(req.customized_info[PROMPT_KEY])[1:]]
+    found = [packed_set for req in requests for packed_set in list(req.customized_info[PROMPT_KEY])[1:]]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)

@@ -13,8 +13,9 @@ import torch
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
+from sglang_topp_patches.scheduler.extract_prompt_sets import PromptSets
 from sglang_topp_patches.scheduler.extraction import extract, extract_support
-from sglang_topp_patches.scheduler.generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import (
     PassSets,
     add_to_stage_output,
@@ -22,7 +23,6 @@ from sglang_topp_patches.scheduler.pipeline_parallel import (
 )
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.prompt_sets import PromptSets
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
 
 if reason := refused(Feature.PIPELINE):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_topp_patches.memory.budget import LIST_FORM_COST, Budget, InFlight
-from sglang_topp_patches.scheduler import generated_sets, request_budget
+from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
 from sglang_topp_patches.scheduler.request_budget import (
     admit,
     charge,
@@ -157,10 +157,10 @@ def test_the_account_closes_when_the_output_is_sent(
     charge(req, 30)
     charge(other, 10)
     req.customized_info = customized_info
-    generated_sets.free_sent_entries(None, None, [req, other], True)
+    extract_generated_sets.free_sent_entries(None, None, [req, other], True)
     assert limits.total == 40
     req.finished_output = True
-    generated_sets.free_sent_entries(None, None, [req, other], True)
+    extract_generated_sets.free_sent_entries(None, None, [req, other], True)
     assert limits.total == 10
 
 

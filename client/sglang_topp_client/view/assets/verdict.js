@@ -1,4 +1,5 @@
-// The verdict at the top of the page: whether to train on the rollouts, and how much probability top-p removed.
+// The verdict at the top of the page. It says whether to train on the rollouts: not if a generated token lacks
+// its candidate set. It also says how much probability top-p removed, and therefore whether to replay the sets.
 
 import { el } from "./dom.js";
 import { count, fixed, percent, whole } from "./number_format.js";

@@ -32,7 +32,7 @@ from sglang_topp_patches.scheduler.request_budget import (
     refuse_prompt,
 )
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, Span
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, PackedSet
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
@@ -331,14 +331,16 @@ class PromptSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `customized_info`."""
-        spans: list[Span | None] = []
+        packed: list[PackedSet | None] = []
         for chunk in (each.on_host() for each in self.chunks):
-            spans += [None if row in chunk.problems else each for row, each in enumerate(chunk.spans())]
+            packed += [
+                None if row in chunk.problems else each for row, each in enumerate(chunk.packed_sets())
+            ]
         start = 0
         for row, (req, request_id, p, count) in enumerate(
             zip(batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False)
         ):
-            own = spans[start : start + count]
+            own = packed[start : start + count]
             start += count
             # Skip a request that SGLang has retracted since the pass began, because SGLang scores the prompt
             # of a retracted request again.
@@ -373,8 +375,8 @@ class PromptSets:
             charge(req, _num_candidates(own), len(own))
 
 
-def _num_candidates(spans: Sequence[Span | None]) -> int:
-    return sum(len(each[0]) // 4 for each in spans if each is not None)
+def _num_candidates(packed: Sequence[PackedSet | None]) -> int:
+    return sum(len(each[0]) // 4 for each in packed if each is not None)
 
 
 def _no_sets(count: int, device: torch.device) -> ExtractedSets:

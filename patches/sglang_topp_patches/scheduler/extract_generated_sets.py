@@ -1,14 +1,17 @@
 """Extract, in the scheduler processes, the candidate sets of generated tokens.
 
-The hook `sample` wraps `ModelRunner.sample`, and attaches the sets to the output of the forward pass. Inside
-`ModelRunner.sample`, SGLang computes the log-probs that it reports. The hook `compute_logprobs` wraps the
-function that computes these log-probs, and extracts the sets. On SGLang before 0.5.16, the hook
-`attach_logprobs` takes the place of `compute_logprobs`.
+In each forward pass, SGLang calls `ModelRunner.sample`, which draws the tokens and computes the log-probs
+that SGLang reports. Two hooks extract the sets in this order:
 
-With `top_logprobs_p`, a token is in the set if all more probable tokens have a total probability below
-`top_logprobs_p`. A set with the source `"sampler"` consists of the tokens that the sampler could draw. The
-hooks in `sampler_candidates` record these tokens while the sampler runs. Every set also contains the sampled
-token.
+1. The hook `compute_logprobs` wraps the function that computes these log-probs, and extracts the sets from
+   the log-probs. On SGLang before 0.5.16, the hook `attach_logprobs` does this instead.
+2. The hook `sample` wraps `ModelRunner.sample`. After `ModelRunner.sample` returns, the hook attaches the
+   extracted sets to the output of the forward pass.
+
+A request asks for one of two kinds of sets. With the field `top_logprobs_p`, a token is in the set if all
+more probable tokens have a total probability below `top_logprobs_p`. With the field `top_logprobs_source` set
+to `"sampler"`, the set consists of the tokens that the sampler could draw. The hooks in `sampler_candidates`
+record these tokens while the sampler runs. Every set also contains the sampled token.
 
 The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such as
 tokens after a stop condition and tokens of a retracted request. `GeneratedSets.consume` runs afterwards, and
@@ -31,7 +34,7 @@ from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Span
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, PackedSet
 
 __all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
 
@@ -157,37 +160,37 @@ class GeneratedSets:
         SGLang replaced the sampled token, or the scheduler step added several tokens. If the set does not
         match the token, the `Entry` holds the problem instead of the set, and the request ends with an error.
         """
-        spans, problems = self._by_row()
+        packed, problems = self._by_row()
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is None or not self.rows.asks(row) or is_refused(req):
                 continue
-            problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, spans)
-            candidates = None if problem else spans[row]
+            problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, packed)
+            candidates = None if problem else packed[row]
             add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
 
-    def _by_row(self) -> tuple[dict[int, Span], dict[int, str]]:
+    def _by_row(self) -> tuple[dict[int, PackedSet], dict[int, str]]:
         """Return the set of each row that has one, and the reason for each row whose set is missing."""
-        spans: dict[int, Span] = {}
+        packed: dict[int, PackedSet] = {}
         problems: dict[int, str] = {}
         by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
         for sets, rows in by_rule:
             if sets is None:
                 continue
             found = sets.on_host()
-            spans.update(zip(rows, found.spans(), strict=False))
+            packed.update(zip(rows, found.packed_sets(), strict=False))
             problems.update({rows[i]: problem for i, problem in found.problems.items() if i < len(rows)})
-        return spans, problems
+        return packed, problems
 
     def _problem(
-        self, row: int, request_id: str, token_ids: tuple[int, ...], spans: Mapping[int, Span]
+        self, row: int, request_id: str, token_ids: tuple[int, ...], packed: Mapping[int, PackedSet]
     ) -> str:
-        if row not in spans:
+        if row not in packed:
             return "SGLang sampled without reporting log-probs"
         if request_id != self.rows.request_ids[row]:
             return f"row {row} was sampled for request {self.rows.request_ids[row]}"
         if len(token_ids) != 1:
             return f"{len(token_ids)} tokens became visible in one step"
-        if token_ids[0] not in np.frombuffer(spans[row][0], np.int32):
+        if token_ids[0] not in np.frombuffer(packed[row][0], np.int32):
             return f"token {token_ids[0]} replaced the sampled one after its set was taken"
         return ""
 

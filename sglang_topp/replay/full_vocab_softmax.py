@@ -1,9 +1,9 @@
 """Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, chunk by chunk.
 
 `full_vocab_head` and `logprobs_from_logits` compute their softmax with this module. To save memory, the
-forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` or
-`logprobs_from_logits` passes the logits of one chunk at a time to `to_gradient`. `to_gradient` overwrites the
-logits with their gradient.
+forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` computes the logits
+of one chunk at a time again, and `logprobs_from_logits` copies one chunk of the caller's logits.
+`to_gradient` overwrites this chunk of logits with its gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """
