@@ -29,7 +29,7 @@ _LABELS = {"size": "set size", "mass": "kept mass", "entropy": "entropy (nats)"}
 
 
 class HasCandidates(Protocol):
-    """A `Rollout`, or any other object with a `candidates` property."""
+    """A `Rollout` of `sglang_topp_client`, or any other object with a `candidates` property."""
 
     @property
     def candidates(self) -> CandidateSets | None:
@@ -124,8 +124,8 @@ def ratios(
 
     Without replay, the numerator of a token's ratio is the trainer's probability of the token over the whole
     vocabulary, `exp(new)`. With replay, the numerator is the trainer's probability over the candidate set,
-    `exp(masked_new)`. In both histograms, the denominator is the sampler's probability of the token,
-    `exp(old - sets.logprob_sum)`.
+    `exp(masked_new)`. In both histograms, the denominator is the sampler's probability of the token over the
+    candidate set, `exp(old - sets.logprob_sum)`. `sets.logprob_sum` is the log of the kept mass.
 
     Args:
         new: float [T], the trainer's log-probs over the whole vocabulary.

@@ -49,11 +49,12 @@ DEFAULT_TIMEOUT_S = 4 * 3600.0
 class AsyncRolloutClient:
     """An asyncio client for sidecars or for patched SGLang servers.
 
-    With several servers, the client sends each call to the server with the fewest samples in flight. All
-    samples of a prompt go to one server. This server prefills the prompt once, and the samples share the
-    prompt's KV through the prefix cache. If a server dies, hangs, or answers 429 or 5xx, the client
-    immediately moves the server's unfinished samples to the other servers. The client tries the failed server
-    again after 0.5 to 8 s.
+    The client splits each method call into HTTP calls. With several servers, the client sends each HTTP call
+    to the server with the fewest samples in flight. All samples of a prompt go to one server. This server
+    prefills the prompt once, and the samples share the prompt's KV through the prefix cache. If a server
+    dies, hangs, or answers 429 or 5xx, the client immediately moves the server's unfinished samples to the
+    other servers. The client tries the failed server again after 0.25 to 8 s, or after the time in the
+    `Retry-After` header of a 429 answer.
 
     One client may be used on several event loops at once. A connection belongs to the event loop that opened
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
@@ -75,12 +76,12 @@ class AsyncRolloutClient:
         ssl: the TLS settings for `https://` addresses, such as the CA to trust or a client certificate. The
             default trusts the CAs of the system, or the CAs in the file that `SSL_CERT_FILE` names. A client
             with an SSLContext cannot be pickled.
-        max_connections: how many calls may be in flight at once. If the limit on open files (`ulimit -n`) is
-            low, the client allows fewer calls in flight. The maximum is then the number of file descriptors
-            that are free at the client's first call, minus a reserve of at most 64.
-        max_retries: the maximum number of retries of a call. A retry begins once the call has failed on every
-            available server. A move to another server does not count as a retry. Only transport errors and
-            the statuses 429 and 5xx are retried.
+        max_connections: how many HTTP calls may be in flight at once. If the limit on open files
+            (`ulimit -n`) is low, the client allows fewer calls in flight. The maximum is then the number of
+            file descriptors that are free at the client's first call, minus a reserve of at most 64.
+        max_retries: the maximum number of retries of an HTTP call. A retry begins once the call has failed on
+            every available server. A move to another server does not count as a retry. Only transport errors
+            and the statuses 429 and 5xx are retried.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates per token.
@@ -221,7 +222,8 @@ class AsyncRolloutClient:
             sampling_params: SGLang's sampling parameters; one mapping for all prompts, or one per prompt. `n`
                 is the number of samples of each prompt.
             top_logprobs_p: the threshold p of the candidate sets, one for all prompts or one per prompt. None
-                or 0 stands for no threshold.
+                or 0 stands for no threshold. A prompt without a threshold gets no sets, unless its
+                `top_logprobs_source` is `"sampler"`.
             top_logprobs_source: the rule that selects the tokens of the sets, one for all prompts or one per
                 prompt. `"sampler"` selects the tokens that the engine's sampler could draw under the
                 request's top_k, top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. With
@@ -237,10 +239,10 @@ class AsyncRolloutClient:
                 program has set up logging.
             request_id: the name of the request for `abort` and for the server's logs: printable text of at
                 most 512 characters. By default, the client makes up a random name.
-            return_exceptions: whether the other samples continue if one sample fails. If True, the returned
-                list holds an error in the place of each failed sample. `isinstance(entry, Rollout)`
-                distinguishes rollouts from errors. If a prompt fails, the list holds the same error for all
-                unfinished samples of the prompt. The list also holds errors for samples that `timeout_s` or
+            return_exceptions: whether the samples of other prompts continue if a sample fails. If True, the
+                returned list holds an error in the place of each failed sample. `isinstance(entry, Rollout)`
+                distinguishes rollouts from errors. If a sample fails, all unfinished samples of the same
+                prompt fail with the same error. The list also holds errors for samples that `timeout_s` or
                 `abort` ended. A wrong argument always raises an error, before anything is sent.
 
         Returns:
@@ -252,7 +254,7 @@ class AsyncRolloutClient:
                 effect (`sglang_topp.engine_contract.resumable_sampling_params`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: the call and all of its retries failed. If the
+            TransportError, OverloadedError, ServerError: an HTTP call and all of its retries failed. If the
                 client tried several servers and none answered, the error message names all of these servers.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine aborted a sample for another reason, or ended it with an error.

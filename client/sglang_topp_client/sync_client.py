@@ -346,7 +346,10 @@ class RolloutClient:
         return self._thread.run(self._client.server_info(base_url))
 
     def check_servers(self) -> None:
-        """Check that no server or gateway drops a needed field; see `AsyncRolloutClient.check_servers`."""
+        """Check that no server or gateway drops a request or answer field that the client needs.
+
+        See `AsyncRolloutClient.check_servers`.
+        """
         self._thread.run(self._client.check_servers())
 
     def close(self) -> None:

@@ -42,9 +42,10 @@ SUPPORTED_TRL = ("1.16.0",)
 """The TRL releases that the tests cover. `ReplayMixin` overrides private methods of `GRPOTrainer`. TRL may
 change these methods between releases."""
 
-# A caller may set only the sampling parameters in `_SAMPLING`. Each of these parameters either decides when a
-# sample ends or forbids tokens, so the candidate sets stay exact. Any other sampling parameter would change
-# the log-probs, and the rollout would not record the change.
+# The sampling parameters that a caller of `SGLangRollouts` may set. `GRPOConfig` sets the sampler's
+# parameters, such as `top_p`. Each parameter in `_SAMPLING` either decides when a sample ends or forbids
+# tokens. A candidate set leaves out forbidden tokens, and therefore stays exact. Other parameters, such as
+# penalties, would change the log-probs, and replay would not apply the change to the policy.
 _SAMPLING = ("ebnf", "ignore_eos", "json_schema", "min_new_tokens", "regex", "stop", "stop_regex")
 
 
@@ -96,7 +97,7 @@ class SGLangRollouts:
         self._version, self._num_pushes = "", 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return one sample for each prompt, in order.
+        """Sample one rollout for each prompt, and return `rollout_fields` of the rollouts in prompt order.
 
         Raises:
             InvalidInputError: a prompt contains an image.
@@ -302,8 +303,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
 class _ScoredRows:
     """A batch's scored completion tokens, and their candidate sets.
 
-    The class is not a dataclass, because FSDP rebuilds dataclass arguments field by field before a forward
-    pass.
+    The class is not a dataclass. In mixed precision, FSDP rebuilds each dataclass argument of a forward pass,
+    and casts the argument's float tensors to the precision of the parameters.
     """
 
     def __init__(
@@ -325,7 +326,8 @@ class _ScoredRows:
 def _add_candidate_head(model: Any, temperature: float) -> None:
     """Make `model(..., candidate_rows=rows)` return log-probs and entropies over the candidate sets.
 
-    `candidate_rows` selects a branch in the model's own `forward`, so that the hooks of DDP and FSDP run.
+    The new code is a branch of the model's own `forward`, because DDP and FSDP run their hooks only around
+    `forward`.
     """
     other_forward = model.forward
     config = model.config.get_text_config()

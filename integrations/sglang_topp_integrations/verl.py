@@ -1,4 +1,4 @@
-"""Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score the policy over their sets.
+"""Adapter for verl: train with PPO or GRPO on SGLang's rollouts, and score over their candidate sets.
 
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
 imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
@@ -125,9 +125,9 @@ class ReplayHttpServer(_Next):  # type: ignore[misc]  # `Any` as a base class
         ):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         asked = {"top_logprobs_p": self.config.top_p, "return_logprobs_in_base64": True}
-        # verl drops the `meta_info` of SGLang's answer. `generate` therefore runs on a copy of this
-        # `ReplayHttpServer`. In the copy, an `_AnswerRecorder` replaces the tokenizer manager and keeps the
-        # answer.
+        # verl's own `generate` drops the `meta_info` of SGLang's answer, which holds the sets. Call verl's
+        # `generate` on a copy of this object. In the copy, an `_AnswerRecorder` replaces the tokenizer
+        # manager and keeps the answer.
         call = copy.copy(self)
         call.tokenizer_manager = answers = _AnswerRecorder(self.tokenizer_manager)
         output = await super(ReplayHttpServer, call).generate(
@@ -262,8 +262,8 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
     return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
 
 
-# Each function below wraps the verl function that its docstring names. The argument `original` is the wrapped
-# verl function.
+# If the docstring of a function below begins with "Wrap", the function wraps the verl function that the
+# docstring names. The argument `original` is the wrapped verl function.
 
 
 async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +327,7 @@ def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> N
 
 
 def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_manager: Any) -> Any:
-    """Wrap `PPOTrainer.fit`: raise InvalidInputError if a process trains or rolls out without the adapter."""
+    """Wrap `PPOTrainer.fit`: raise an error if a training process or a rollout process lacks the adapter."""
     groups = [trainer.actor_rollout_wg, *([trainer.ref_policy_wg] if trainer.use_reference_policy else [])]
     workers = [worker.__ray_call__.remote(_check_engines) for group in groups for worker in group.workers]
     loops = [worker.__ray_call__.remote(_is_loaded) for worker in agent_loop_manager.agent_loop_workers]

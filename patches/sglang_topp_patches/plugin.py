@@ -29,8 +29,8 @@ __all__ = ["ProcessState", "register"]
 class ProcessState:
     """The mutable state of one SGLang process.
 
-    If `Hook.state` (`compat.seams`) names an attribute of `ProcessState`, the hook receives the value of that
-    attribute as its first argument.
+    A `compat.seams.Hook` describes each hook. If the field `state` of this `Hook` names an attribute of
+    `ProcessState`, the hook receives the value of that attribute as its first argument.
 
     Attributes:
         in_flight: counts the candidates that the process holds. `http.in_flight` and `scheduler.in_flight`

@@ -112,9 +112,9 @@ def environment_problems() -> tuple[str, ...]:
 
 _ENVIRONMENT = {
     "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
-    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite logits before the hooks
-    # extract sets from these logits. SGLang 0.5.21 to 0.5.23 may overwrite the logits of prompts. SGLang
-    # 0.5.19 may overwrite the logits in `eagle_sample`.
+    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite tensors before the hooks
+    # extract sets from these tensors. In SGLang 0.5.21 to 0.5.23, the tensors hold the logits of prompts. In
+    # SGLang 0.5.19, the tensors come from the probabilities in `eagle_sample`, which verifies drafts.
     "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
         "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
     ),

@@ -156,7 +156,7 @@ class Positions:
     Attributes:
         token_ids: int32 [n], the candidates of the first position, then those of the next, and so on.
         logprobs: float32 [n], in the order of `token_ids`.
-        lengths: the size of each position's set; -1 if the position has no distribution.
+        lengths: the size of each position's set; -1 if the position has no set.
     """
 
     token_ids: NDArray[np.int32]
@@ -170,7 +170,7 @@ def pack_set(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Pac
 
 
 def join(packed: Iterable[PackedSet | None]) -> Positions:
-    """Return the sets of `packed` in flat arrays. A None in `packed` is a position without a distribution."""
+    """Return the sets of `packed` in flat arrays. A None in `packed` is a position without a set."""
     packed = list(packed)
     present = [each for each in packed if each is not None]
     return Positions(

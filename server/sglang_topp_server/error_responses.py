@@ -7,7 +7,8 @@
 400    `InvalidInputError`, `BadRequestError`: the sidecar or the engine refuses the request
 401    `AuthenticationError`: no key, or a wrong key
 408    `BadRequestError`: the body arrived too slowly
-413    `BadRequestError`: the body has too many bytes or samples, or the answer would be too large
+413    `BadRequestError`: the body has too many bytes or samples, a text in the body is too
+       long, or the answer would be too large
 429    `OverloadedError`, with Retry-After: too many requests at once, too many bytes
        of request bodies, or too many bytes of answers that callers have not read yet
 500    `ServerError`: a bug in the sidecar

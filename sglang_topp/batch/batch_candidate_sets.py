@@ -109,7 +109,7 @@ class BatchCandidateSets:
     def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
         """Return one row's CandidateSets for `batch[i]`, or a smaller batch for `batch[a:b]`.
 
-        Nothing is copied.
+        The candidates are not copied.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))

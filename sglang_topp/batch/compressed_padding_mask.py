@@ -138,8 +138,8 @@ class CompressedMask:
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield every run of kept elements as `(first, stop)`, two indices into the flattened [B * W] field.
 
-        There are few runs, because `CompressedMask.of` stores a mask as runs only if the mask has at most
-        about one run per 64 elements.
+        A Python loop over the runs is fast enough, because `CompressedMask.of` stores a mask as runs only if
+        the mask has at most about one run per 64 elements.
         """
         assert self.runs is not None
         assert self.run_offsets is not None

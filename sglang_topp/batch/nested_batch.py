@@ -77,7 +77,7 @@ class _Field:
 
 @dataclass(frozen=True, eq=False)
 class NestedBatch:
-    """A batch whose padded fields are stored as values and offsets.
+    """A batch whose compressed fields are stored without padding, as kept values and masks.
 
     `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
     and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that it
@@ -92,8 +92,8 @@ class NestedBatch:
             has the name `a.b`.
         outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
             name maps to the number of stray values in the field. If a field has more than two dimensions, all
-            stray values in the same row and column count as one. To drop the stray values, set the field's
-            `droppable`.
+            stray values in the same row and column count as one. To drop the stray values, set `droppable` in
+            the field's `NestedFieldSpec`.
     """
 
     num_rows: int

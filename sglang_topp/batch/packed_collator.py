@@ -140,9 +140,9 @@ class PackedCollator:
             multiple of `2 * cp_size * tp_size`, because each rank takes two zigzag chunks.
         pp_size: the number of pipeline stages. If `pp_size` is above 1, all rows have the same length
             (`row_lengths`).
-        fp8_multiple: in each row, the number of tokens per rank is a multiple of `fp8_multiple`, as FP8 GEMMs
-            require. Pass 16 with per-tensor scaling, 32 with MXFP8, 128 with block scaling, and 1 without
-            FP8. For FP8, the collator pads each row of the batch, but not each sample.
+        fp8_multiple: each tensor-parallel or context-parallel rank gets a multiple of `fp8_multiple` tokens
+            of every row, as FP8 GEMMs require. Pass 16 with per-tensor scaling, 32 with MXFP8, 128 with block
+            scaling, and 1 without FP8. For FP8, the collator pads each row of the batch, but not each sample.
 
     Raises:
         InvalidInputError: an argument is not an integer, a size is below 1, or `max_tokens` is below

@@ -1,6 +1,6 @@
-"""Convert `Rollout` objects to the arguments of `collate_rl`: lists with one row per rollout.
+"""Convert the client's `Rollout` objects to the arguments of `collate_rl`: lists with one row per rollout.
 
-Shape legend: B rollouts, R_i tokens of rollout i's response.
+Shape legend: B rollouts. Rollout i has P_i prompt tokens and R_i response tokens.
 """
 
 from __future__ import annotations

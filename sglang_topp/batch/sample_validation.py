@@ -29,7 +29,11 @@ __all__ = ["Examples", "Rollouts", "check_sets_match_responses", "read_examples"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Validated RL samples in host memory. Row i has P_i values in `prompts`, and R_i in each other field."""
+    """Validated RL samples in host memory.
+
+    Row i of `prompts` has P_i values. Row i of every other list of rows has R_i values. `prompt_lengths[i]`
+    is P_i, and `response_lengths[i]` is R_i.
+    """
 
     prompts: RaggedRows
     responses: RaggedRows
@@ -69,7 +73,8 @@ def read_rollouts(
     """Check RL samples. The arguments and errors are those of `collate_rl`.
 
     Args:
-        own_names: the names of the batch's standard fields. A name in `fields` must not be in `own_names`.
+        own_names: the names of the standard fields of `RLBatch`, the batch that `collate_rl` returns. A name
+            in `fields` must not be in `own_names`.
     """
     prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
     if len(lengths) != len(prompt_lengths):

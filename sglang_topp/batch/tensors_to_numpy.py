@@ -26,7 +26,8 @@ def to_host(rows: Sequence[Any]) -> Sequence[Any]:
             else:
                 away.setdefault((row.device, row.dtype), []).append(i)
     for indices in away.values():
-        # Copy the rows of all samples in one transfer, because every transfer waits for the device.
+        # Copy all tensors of one device and dtype in one transfer, because every transfer makes the host
+        # wait for the device.
         flat = to_numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
         ends = np.cumsum([out[i].numel() for i in indices])
         for i, part in zip(indices, np.split(flat, ends[:-1]), strict=True):

@@ -39,8 +39,8 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# The accepted types of rows, for `isinstance`. A union type written in the `isinstance` call would be built
-# again for every row.
+# `host_rows` converts rows of all other types to NumPy arrays. This constant exists because a union type
+# written in the `isinstance` call would be built again for every row.
 _HELD = (list, tuple, np.ndarray)
 # `_TAKES` maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have,
 # the accepted values in words for error messages, and the format code for `struct`.

@@ -17,7 +17,7 @@ _LEAST_LOGPROB = -1e4
 
 
 def set_entropy(sets: CandidateSets) -> NDArray[np.float64]:
-    """Return the entropy of each set, float64 [T] in nats; 0 for an empty set.
+    """Return float64 [T]: the entropy of each of the T sets in nats, or 0 for an empty set.
 
     The entropy is `-Σ r log r` over the set, with `r = q / kept mass`. Here, `q` is a candidate's probability
     under the full vocabulary, and the kept mass is the sum of `q` over the set.

@@ -60,9 +60,10 @@ class CandidateSets:
     sampled token `sampled_ids[t]`. An empty set marks a position that the policy did not sample, such as a
     tool's token. Scoring functions ignore a position with an empty set, and the position's loss mask is 0.
 
-    Sets that were decoded from a sampling mask of SGLang may have no log-probs. For sets without log-probs,
-    `has_logprobs` is False, and the candidates of a position are ordered by token id. `logprobs`, and every
-    other property or method that needs log-probs, then raises InvalidInputError.
+    A sampling mask is an engine's list of the tokens that its sampler could draw at a position. Sets that
+    were decoded from sampling masks may have no log-probs. For sets without log-probs, `has_logprobs` is
+    False, and the candidates of a position are ordered by token id. `logprobs`, and every other property or
+    method that needs log-probs, then raises InvalidInputError.
 
     Args:
         token_ids: int32 [n], the candidates' ids, position after position.
@@ -190,7 +191,7 @@ class CandidateSets:
 
     @cached_property
     def logprob_sum(self) -> Float32Array:
-        """float32 [T]: the natural log of the kept mass, `log Σ_{i in C_t} q[i]`, accumulated in float64.
+        """float32 [T]: the natural log of each set's total probability (its kept mass), summed in float64.
 
         For an empty set, `logprob_sum` is 0, as if the whole vocabulary were kept. For a set with one
         candidate, `logprob_sum` is exactly that candidate's log-prob.
@@ -230,9 +231,9 @@ class CandidateSets:
         Top-p sampling takes tokens, most likely first, until the mass of the taken tokens reaches `p`, or
         until all tokens are taken. Because of the engine's rounding errors, the mass of all tokens may
         differ from 1 by up to `error`. `error` is 2e-3 if the engine computes in float32. `error` is 1/30 if
-        the engine computes in bfloat16 (`--rl-on-policy-target`). The check assumes bfloat16 if bfloat16 can
-        represent all log-probs of a set. The check rejects a set whose mass is below `min(p, 1 - error)` or
-        above `1 + error`.
+        the engine computes in bfloat16 (with SGLang's option `--rl-on-policy-target`). The check assumes
+        bfloat16 if bfloat16 can represent all log-probs of a set. The check rejects a set whose mass is below
+        `min(p, 1 - error)` or above `1 + error`.
 
         The engine and this check sum the same probabilities in float64, but in different orders, so the two
         sums may differ slightly. The check therefore multiplies the lower bound by 1 - 1e-6.

@@ -41,19 +41,20 @@ MAX_LOGPROB = 1e-3
 """The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
 
 MASS_ERROR = 2e-3
-"""The largest valid difference between 1 and a row's sum of probabilities, for a float32 softmax.
+"""The largest valid difference between 1 and the vocabulary's total probability, for a float32 softmax.
 
 The difference comes mostly from rounding in the sum that the softmax divides by. On a CPU, each of 8 SIMD
 lanes adds V / 8 numbers, where V is the vocabulary size. The sum's relative error is at most V / 8 * 2^-24.
-For V = 151,936, the bound is 1.1e-3, and the error of some rows is as large as the bound. For V = 262,144,
-the bound is 2e-3.
+For V = 151,936, the bound is 1.1e-3, and the error at some positions is as large as the bound. For
+V = 262,144, the bound is 2e-3.
 """
 
 BFLOAT16_MASS_ERROR = 1 / 30
-"""The largest valid difference between 1 and a row's sum of probabilities, for log-probs in bfloat16.
+"""The largest valid difference between 1 and the vocabulary's total probability, for bfloat16 log-probs.
 
-Rounding to bfloat16 changes log-probs between -16 and -8 by up to 1/32. Rounding changes log-probs below -16
-by more than 1/32, but tokens with such log-probs hold at most 2 % of a row's total probability.
+Rounding to bfloat16 changes log-probs between -16 and -8 by up to 1/32. Rounding may change log-probs below
+-16 by more than 1/32. In a vocabulary of 262,144 tokens, however, tokens with such log-probs hold at most 3 %
+of the total probability.
 """
 
 LOWEST = np.finfo(np.float32).min

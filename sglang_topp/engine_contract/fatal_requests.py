@@ -66,7 +66,7 @@ class Model:
 
     @classmethod
     def from_record(cls, record: Any) -> Model | None:
-        """Build a `Model` from the `model` record of `GET /server_info`.
+        """Build a `Model` from the `model` record that the patch set adds to SGLang's `GET /server_info`.
 
         Return None if `record` is invalid.
         """
@@ -216,8 +216,9 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
             yield str(error)
     minimum = params.get("min_new_tokens")
     if _is_int(minimum) and minimum > 0:
-        # SGLang forbids all stop ids until it has generated `min_new_tokens` tokens. If all other tokens have
-        # probability 0, the probabilities become NaN.
+        # SGLang sets the logits of all stop ids to -inf until it has generated `min_new_tokens` tokens. If no
+        # finite logit is left, the probabilities become NaN. With half of the vocabulary as the limit, finite
+        # logits are left.
         if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
             yield (
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"

@@ -64,7 +64,7 @@ def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
 def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates") -> CandidateSets:
     """Decode a buffer that `pack` returned.
 
-    On little-endian machines, the sets' arrays are views of `buffer`.
+    On little-endian machines, `token_ids`, `logprobs`, and `sampled_ids` of the sets are views of `buffer`.
 
     Args:
         buffer: exactly the bytes that `pack` returned. Any additional byte is an error.

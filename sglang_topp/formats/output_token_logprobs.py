@@ -21,7 +21,7 @@ FIELD = "output_token_logprobs"
 def sampled_logprobs(
     meta_info: Mapping[str, Any], sampled_ids: NDArray[np.integer[Any]]
 ) -> NDArray[np.float32]:
-    """Return the log-probs in `output_token_logprobs`, float32 [T].
+    """Return float32 [T]: the log-probs of the T sampled tokens, from `output_token_logprobs`.
 
     Raise WireError unless `output_token_logprobs` lists exactly the tokens `sampled_ids`, in order.
     """

@@ -60,7 +60,7 @@ def decode_sampling_mask(
     With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
     `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
     whole vocabulary. The decoder computes each candidate's log-prob over the whole vocabulary from `r` and
-    `logprob[s]`::
+    `logprob[s]`. `logprob_sum` is the log of the mask's total probability::
 
         logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
 

@@ -1,7 +1,8 @@
 """Extract candidate sets with Triton kernels on a GPU: two functions wait for the GPU, and two do not.
 
-`stage_top_p` and `top_p_candidates` extract the tokens of a threshold p. `stage_support` and
-`support_candidates` extract the tokens that a sampler can draw: those with a sampling weight above 0.
+`stage_top_p` and `top_p_candidates` extract the nucleus of each row of log-probs for a top-p threshold.
+`stage_support` and `support_candidates` extract the tokens that a sampler can draw: those with a sampling
+weight above 0.
 
 The host can learn the sizes of the candidate sets only by waiting for the GPU. `stage_top_p` and
 `stage_support` do not wait. They write the sets to a staging area of fixed size, and leave out sets that do

@@ -2,10 +2,10 @@
 
 A nucleus usually has tens of tokens out of a hundred thousand. The code therefore cuts each row of log-probs
 into blocks of neighboring token ids, and reads only the blocks with the highest maxima. Let `bound` be the
-lowest maximum among the blocks that are read. No block that is not read holds a log-prob above `bound`, so
-the code reads every token above `bound`. If these tokens have a total probability of at least `p`, the blocks
-that are read contain the whole nucleus. If the total is below `p`, the code reads more blocks of the row, and
-finally the whole row. Every result is therefore exact.
+lowest maximum among the blocks that are read. All log-probs in the other blocks are at most `bound`, so the
+code reads every token whose log-prob is above `bound`. If these tokens have a total probability of at least
+`p`, the blocks that are read contain the whole nucleus. If the total is below `p`, the code reads more blocks
+of the row, and finally the whole row. Every result is therefore exact.
 
 One pass over each row computes the maxima of the row's blocks. After this pass, the code usually works on a
 few thousand log-probs per row.
@@ -189,7 +189,8 @@ def _cut(
     entry_n, logprobs_n = entry_n[order_n], logprobs_n[order_n]
 
     # On an accelerator, rounding may make the cumulative sum `mass_before` decrease from one element to the
-    # next. The decrease is far smaller than 1e-6.
+    # next. The decrease is far smaller than 1e-6, the rounding error of the total probability that
+    # `sglang_topp.nucleus.top_p_candidates` allows.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
     stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)

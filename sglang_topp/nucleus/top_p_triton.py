@@ -13,11 +13,12 @@ of blocks as active blocks. A row of normally distributed logits with standard d
 blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and
 the extraction takes longer.
 
-The search for a cutoff compares sort keys. A sort key is an integer that orders as its log-prob does
-(`top_p_torch.sort_key_descending`). The search starts with an interval of sort keys. Each round compares the
-keys of all log-probs with several pivot keys, and narrows the interval. The search ends when at most one
-log-prob has its key in the interval, or when the interval is a single key. The search takes about ten rounds,
-and every round needs all log-probs, so the kernel keeps the log-probs in registers if they fit.
+The search for a cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
+log-prob has a lower sort key (`top_p_torch.sort_key_descending`). The search starts with an interval of sort
+keys. Each round compares the keys of all log-probs with several pivot keys, and narrows the interval. The
+search ends when at most one log-prob has its key in the interval, or when the interval is a single key. The
+search takes about ten rounds, and every round needs all log-probs, so the kernel keeps the log-probs in
+registers if they fit.
 One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
 reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does
 not recompile a kernel at a later step.
@@ -289,8 +290,9 @@ def _search(
     `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or more,
     unless the total probability of all values is below `limit`. In that case, every value of non-zero
     probability has a key below `high`. The search ends when at most one value has a key from `low` to
-    `high - 1`, or when `high - low` is at most 1. The values that still have a key from `low` to `high - 1`
-    are in the nucleus, so the search returns `high` as the cutoff.
+    `high - 1`, or when `high - low` is at most 1. Then at most one value, or several equal values, have a key
+    from `low` to `high - 1`. All values higher than these have keys below `low`, so these values are in the
+    nucleus too. The search therefore returns `high` as the cutoff.
 
     If there are at most HELD values, the search loads all values once, and keeps them in registers. With more
     than HELD values, the search loads all values again in every round.

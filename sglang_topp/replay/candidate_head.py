@@ -63,7 +63,7 @@ def candidate_logprobs(
     weight_grad: WeightGrad = "dense",
     backend: Literal["auto", "torch", "triton"] = "auto",
 ) -> Scores:
-    """Score `targets` under the policy `softmax(head(hidden))` restricted to the candidate sets.
+    """Score `targets` under the policy `softmax(head(hidden))` restricted to the candidate sets `C_t`.
 
     ::
 
@@ -99,8 +99,8 @@ def candidate_logprobs(
         kl_to: [n], another policy's log-probs of all candidates. If given, also return
             KL(this policy || other policy). The other policy gets no gradient. For the KL to a reference
             model, pass the model's `Scores.candidate_logprobs`. For the KL to the policy that generated the
-            rollouts, pass `candidates.logprobs`. The call renormalizes the log-probs over each set, so
-            log-probs over the whole vocabulary are valid too.
+            rollouts, pass the sets' `logprobs` as a tensor on the device of `hidden`. The call renormalizes
+            the log-probs over each set, so log-probs over the whole vocabulary are valid too.
         tp_group: the ranks that share the vocabulary, or None. Every rank passes the same `hidden`,
             `targets`, and sets. Every rank gets the same scores and the whole gradient of `hidden`. The
             incoming gradient must be the same on every rank.
@@ -186,7 +186,8 @@ def support_logits(
 ) -> Tensor:
     """Return the differentiable logits [m] of the candidates that this rank holds.
 
-    The docstring of `candidate_logprobs` defines the logits `z` and the arguments.
+    `support` lists these candidates, and `transform` converts the LM head's raw output to logits. The
+    docstring of `candidate_logprobs` defines the logits `z` and the other arguments.
     """
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     check_weight_grad(weight_grad, weight, hidden, dtype)

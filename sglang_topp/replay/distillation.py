@@ -85,12 +85,12 @@ def distillation_loss(
     depends on how much probability the student has outside the set. The KL with a tail is never above the KL
     over the whole vocabulary. The KL with a tail equals the KL over the whole vocabulary if every set is the
     whole vocabulary. verl's issue 7856 asks for the loss with a tail. A sum of KL terms over only the
-    teacher's top-k tokens, without a tail, is not a KL and can fall below 0.
+    teacher's top-k tokens, with neither a tail nor renormalization, is not a KL and can fall below 0.
 
     Mode "renormalized" ignores the ids outside the set. The student's probability outside the set does not
     change the loss, and the logits of the ids outside the set have no gradient. Mode "renormalized" needs
-    only a fraction of the time and memory of mode "tail". verl's issue 6676 asks for a loss that is
-    renormalized over the student's top-k.
+    only a fraction of the time and memory of mode "tail". verl's issue 6676 asks for a similar loss, which
+    is renormalized over the student's top-k tokens instead of the teacher's sets.
 
     The loss is differentiable once, in `hidden`, `weight`, and `bias`. The probability of the student's tail
     is summed over the ids outside the set, so a tail of 1e-30 is as accurate as a tail of 0.5. The

@@ -15,8 +15,8 @@ from sglang_topp.replay.vocab_shard_reductions import reduce_sum
 
 __all__ = ["CHUNK_BYTES", "HeadGradients", "VocabHead"]
 
-# The default limit, in bytes, on the logits of one chunk of positions. The argument `chunk_rows` replaces
-# this limit.
+# The default limit, in bytes, on the logits of one chunk of positions. The argument `chunk_rows` of
+# `head_logprobs` and `distillation_loss` replaces this limit.
 CHUNK_BYTES = 1 << 28
 _WEIGHT_ROWS = 1 << 13
 
@@ -24,9 +24,9 @@ _WEIGHT_ROWS = 1 << 13
 class VocabHead:
     """The matrix products of an LM head: logits, and the gradients of hidden states and weight.
 
-    The results have the dtype `dtype`. On a GPU, tensor cores multiply two matrices of the same
-    half-precision dtype, and sum in float32. In all other cases, the matrices are first converted to
-    `dtype`.
+    The results have the dtype `dtype`. On a GPU, if hidden states and weight have the same half-precision
+    dtype, tensor cores multiply in that dtype and sum in float32. The gradient of the logits is first
+    converted to that dtype. In all other cases, all matrices are first converted to `dtype`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class VocabHead:
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight, and bias, accumulated chunk by chunk in the head's `dtype`."""
+    """Gradients of hidden states, weight, and bias, accumulated chunk by chunk in `VocabHead.dtype`."""
 
     def __init__(
         self,

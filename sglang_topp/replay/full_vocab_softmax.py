@@ -22,9 +22,10 @@ from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, re
 
 __all__ = ["RowSums", "Softmax", "local_targets", "row_parts", "rows_per_chunk", "some_rows", "to_gradient"]
 
-# The code subtracts a row's maximum or log-sum-exp from the row's logits. The code then raises values below
-# `_LOWEST` to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is NaN. Raising these values
-# changes no result, because `exp(_LOWEST)` is 0 in float32 and float64.
+# For the entropy, the code subtracts a row's maximum or log-sum-exp from the row's logits, and multiplies
+# each resulting value by its exponential. Before the multiplication, the code raises values below `_LOWEST`
+# to `_LOWEST`, because 0 times `_LOWEST` is 0, but 0 times -inf is NaN. Raising these values changes no
+# result, because `exp(_LOWEST)` is 0 in float32 and float64.
 _LOWEST = -1.0e4
 # `some_rows` splits rows of logits into slices. The exponentials of a slice with several rows take at most
 # this many bytes. On a CPU, the exponentials of one slice then fit in the cache. On a GPU, one slice is

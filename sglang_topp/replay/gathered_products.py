@@ -45,8 +45,8 @@ def gathered_dot(
         right: [R, H], of any floating dtype.
         right_rows: int64 [m]. Dot product `e` reads row `right_rows[e]` of `right`.
         out_dtype: float32 or float64, the dtype of the products and sums.
-        chunk: the number of dot products to compute at a time. The function ignores `chunk` if it reads the
-            rows without copying them.
+        chunk: the number of dot products to compute at a time. On a CPU, if `left` and `right` are contiguous
+            and have the dtype `out_dtype`, the function copies no rows and ignores `chunk`.
 
     Returns:
         [m] of `out_dtype`.

@@ -38,9 +38,9 @@ def divergence(
 ) -> Tensor:
     """Return the KL divergence [T] in nats, differentiable once in `logits` and `tail`.
 
-    The KL is 0 at positions that are not in `support.rows`. Under tensor parallelism, each rank passes the
-    logits that it holds, and all ranks get the same values. The backward needs no communication, and expects
-    the same incoming gradient on every rank.
+    `support` is the index of the candidates. The KL is 0 outside the A positions, which `support.rows`
+    lists. Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same
+    values. The backward needs no communication, and expects the same incoming gradient on every rank.
 
     Args:
         logits: [m], the policy's logits of the candidates that this rank holds.
@@ -134,8 +134,9 @@ def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
     """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
 
     At each position, the probabilities `a` of the candidates and the tail sum to 1, and so do the
-    probabilities `b`. The sum of `b - a` is therefore 0, and the sum of the terms is the KL. A rounding
-    error in a log-prob changes a term only by about the square of the error, so even a small KL is accurate.
+    probabilities `b`. The sum of `b - a` is therefore 0, and the sum of the terms is the KL. If `a` and `b`
+    are almost equal, a rounding error in a log-prob changes a term only by about the square of the error. A
+    small KL is therefore accurate too.
     """
     a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
     near = a * (torch.expm1(ratio) - ratio)

@@ -74,8 +74,8 @@ class GradientById(torch.autograd.Function):
     """The autograd node that computes the gradients of the LM head's weight and bias.
 
     The forward returns the bias of each candidate, [m], or zeros without a bias. `candidate_head` adds the
-    result to the candidates' dot products, and so computes their logits. The backward therefore receives the
-    gradient of the logits.
+    result to the candidates' dot products. The sums are the LM head's raw output, before scale, soft cap, and
+    temperature. The backward therefore receives the gradient of the raw output.
     """
 
     @staticmethod
@@ -175,9 +175,10 @@ def _overlaps_itself(matrix: Tensor) -> bool:
 def _for_megatron(ctx: Any) -> Tensor | None:
     """Return the weight's gradient for autograd: zeros for Megatron, else None.
 
-    `main_grad` already contains the actual gradient. Megatron's data parallelism requires that `weight.grad`
-    exists. The flag `grad_added_to_main_grad` tells Megatron not to add `weight.grad` to `main_grad`. The
-    zero gradient is a sparse tensor without rows, which takes no memory.
+    For Megatron, `weight.main_grad` already contains the actual gradient. Megatron's data parallelism
+    requires that `weight.grad` exists. The flag `weight.grad_added_to_main_grad` tells Megatron not to add
+    `weight.grad` to `weight.main_grad`. The zero gradient is a sparse tensor without rows, which takes no
+    memory.
     """
     weight = ctx.leaf
     if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):

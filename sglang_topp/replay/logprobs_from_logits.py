@@ -63,7 +63,7 @@ def masked_logprobs(
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
 ) -> Scores:
-    """Score `targets` under `softmax(logits / temperature)` restricted to the candidate sets.
+    """Score `targets` under `softmax(logits / temperature)` restricted to the candidate sets `C_t`.
 
     ::
 

@@ -1,7 +1,8 @@
 """Metrics of a replay: importance ratios, kept mass, set sizes, and tokens sampled outside the nucleus.
 
 The kept mass of a position is the total probability of its candidate set. Every set holds its sampled token,
-even if the token is outside the nucleus, for example because the sampler used a larger `top_p`.
+even if the token is outside the nucleus. A token can be outside the nucleus if, for example, the sampler used
+a larger `top_p` than the `p` that defines the nucleus.
 
 Instead of means, `ReplayMetrics` stores sums, counts, and maxima over the tokens. The metrics of several
 micro-batches or ranks can therefore be combined into the exact metrics of all their tokens.
@@ -49,7 +50,7 @@ class ReplayMetrics:
     singletons: float = 0.0
     """The number of tokens whose set has only one candidate, and which therefore have no gradient."""
     judged_tokens: float = 0.0
-    """The number of tokens for which the caller passed `p`."""
+    """The number of tokens for which the caller passed a top-p threshold `p` to `replay_metrics`."""
     forced_tokens: float = 0.0
     """The number of `judged_tokens` that are outside the nucleus of their position."""
     max_ratio: float = 0.0

@@ -26,8 +26,8 @@ def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | 
             tokens.
 
     Raises:
-        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. If the
-            sets come from a sampling mask and have no log-probs, use the engine's
+        InvalidInputError: the sets have no log-probs, or `output_ids` differ from the sampled tokens. Sets
+            from a sampling mask of unpatched SGLang may have no log-probs. For such sets, use SGLang's
             `output_token_sampling_logprobs` as old log-probs.
     """
     if not candidates.has_logprobs:

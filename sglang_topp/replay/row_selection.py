@@ -103,8 +103,8 @@ class Layout:
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
             attention_mask: [B, S], required for bshd, and None for thd. Pass the whole mask of the forward
-                pass, not one context-parallel rank's part of the mask. The mask is 0 on padding. `collate_rl`
-                returns this attention mask.
+                pass, not one context-parallel rank's part of the mask. The mask is 0 on padding. The function
+                `sglang_topp.batch.collate_rl` returns this attention mask.
             loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows that
                 score a token whose loss mask is 0 or False.
 

@@ -38,8 +38,8 @@ class Scores:
     temperature. Over the candidate set, the policy gives each candidate `i` the probability
     `pi_t(i) = exp(z_i) / sum over j in C_t of exp(z_j)`.
 
-    At a position whose set is empty (a tool's token) or has one candidate, every score over the candidate set
-    is exactly 0 and has no gradient.
+    A token from a tool's output has an empty set, because the policy did not draw it. At a position whose set
+    is empty or has one candidate, every score over the candidate set is exactly 0 and has no gradient.
     """
 
     logprobs: Tensor
@@ -49,8 +49,8 @@ class Scores:
     candidate_logprobs: Tensor | None = None
     """[n]: `log pi_t(i)` of every candidate, in the order of the candidate sets."""
     kl: Tensor | None = None
-    """[T]: `sum pi_t (log pi_t - log other_t)` over the candidate set, in nats. `other_t` is the other
-    policy, renormalized over the candidate set."""
+    """[T]: `sum pi_t (log pi_t - log other_t)` over the candidate set, in nats. `other_t` is the policy whose
+    log-probs the caller passed as `kl_to`, renormalized over the candidate set."""
     full_logprobs: Tensor | None = None
     """[T]: the target's log-prob over the whole vocabulary."""
     full_entropy: Tensor | None = None
@@ -89,8 +89,9 @@ def score_support(
     forward runs a third reduction. The backward needs no communication. The incoming gradient must therefore
     be the same on every rank, which is true if all ranks compute the same loss.
 
-    If `match.is_absent` is not None, the host does not wait for the device. A position with an invalid value
-    then gets NaN scores, and the call raises no error.
+    `support` lists the candidates, and `match` marks each position's target among them. If `match.is_absent`
+    is None, the host has already checked that each target is in its set. Otherwise, the host does not wait
+    for the device. A position with an invalid value then gets NaN scores, and the call raises no error.
 
     Raises:
         InvalidInputError: a score is NaN, or `kl_to` has the wrong shape, requires a gradient, or makes the

@@ -53,7 +53,7 @@ def support_and_tail(
     rank.
 
     Args:
-        hidden: [A, H], the hidden states of the positions `support.rows`.
+        hidden: [A, H], the hidden states of the A positions, which `support.rows` lists.
         transform: the logit transform of the A positions.
         chunk_rows: as in `head_logprobs`.
     """
@@ -83,7 +83,7 @@ class _SupportAndTail(torch.autograd.Function):
             len(hidden_AH), rows_per_chunk(chunk_rows, shard.num_ids * dtype.itemsize, CHUNK_BYTES)
         )
         ctx.chunks = list(zip(parts, _entries(support, parts), strict=True))
-        # `first_A[c]` is the index of the first logit of row `c` in the flattened logits of a chunk.
+        # `first_A[r]` is the index of the first logit of row `r` in the flattened logits of a chunk.
         ctx.first_A = torch.arange(len(hidden_AH), device=hidden_AH.device) * shard.num_ids
         ctx.support = support
         logits_m = torch.empty(len(support.ids), dtype=dtype, device=hidden_AH.device)
@@ -151,7 +151,7 @@ def _places(ctx: Any, part: slice, entries: slice) -> Tensor:
 
 
 def _log_sums(logits_CV: Tensor, *, out: Tensor) -> None:
-    """Compute `out[c] = log(sum over i of exp(logits[c, i]))`. The result for a row of only -inf is -inf."""
+    """Compute `out[r] = log(sum over i of exp(logits[r, i]))`. The result for a row of only -inf is -inf."""
     if logits_CV.shape[1] == 0:
         out.fill_(-torch.inf)
         return

@@ -90,7 +90,8 @@ class TeacherDistribution:
 def _only(sets: CandidateSets, kept: BoolArray) -> CandidateSets:
     """Return the sets without the candidates where `kept` is False.
 
-    The first candidate of each set becomes the sampled token of the set.
+    A set must hold its sampled token, and this token may be among the removed candidates. The first remaining
+    candidate of each set therefore becomes the set's sampled token.
     """
     if not kept.all():
         sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))

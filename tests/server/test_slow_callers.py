@@ -177,7 +177,7 @@ def test_a_long_body_waits_while_others_are_read(engine, start, dial):
     body = b'{"prompts": "a", "top_logprobs_p": 0.9}'.ljust(1 << 20)
     for _ in range(4):
         dial(sidecar, head % len(body) + body[:100_000])
-    time.sleep(1)  # so that these four are refused, and free their memory, before the long body has waited 4 s
+    time.sleep(1)  # so that these four are refused before the long body has waited for 4 s
 
     # A short body does not wait, and a long one does not wait forever.
     assert sidecar.rollouts("b").status_code == 200

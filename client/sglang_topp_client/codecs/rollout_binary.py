@@ -22,9 +22,9 @@ from sglang_topp_client.types.rollout import Rollout
 __all__ = ["MEDIA_TYPE", "rollout_from_bytes", "rollout_to_bytes"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-"""The media type of an answer that consists of frames (`framing.py`).
+"""The media type of an answer whose messages begin with their length (`framing.py`).
 
-Each frame holds a binary rollout or a JSON object.
+Each message holds a rollout as a Zstandard frame, or a JSON object.
 """
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)

@@ -2,7 +2,8 @@
 
 A record, the JSON object of one finished sample, has these fields::
 
-    prompt_index, sample_index          integers, in the order of the request
+    prompt_index                        the index of the prompt in the request, from 0
+    sample_index                        the index of the sample among the prompt's samples, from 0
     request_id                          the engine's id
     prompt_ids, output_ids              lists of integers
     text                                string

@@ -2,7 +2,7 @@
 
 A record, the JSON object of one scored sequence, has these fields::
 
-    sequence_index                      an integer, in the order of the request
+    sequence_index                      the index of the sequence in the request, from 0
     request_id                          the engine's id
     token_ids                           list of integers, the whole sequence
     start                               the first scored position
@@ -43,9 +43,9 @@ from sglang_topp_client.types.score import Score
 __all__ = ["MEDIA_TYPE", "score_from_bytes", "score_from_json", "score_to_bytes", "score_to_json"]
 
 MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media type of an answer that consists of frames (`framing.py`).
+"""The media type of an answer whose messages begin with their length (`framing.py`).
 
-Each frame holds a binary score or a JSON object.
+Each message holds a score as a Zstandard frame, or a JSON object.
 """
 
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)

@@ -86,7 +86,7 @@ class AbortDelivery:
             async with asyncio.timeout_at(abort.deadline):
                 await self._send(abort.engine_id)
         except Exception:
-            # Ignore errors of the abort, because no caller waits for the abort.
+            # Ignore errors of the abort, because the client also closes the request's connection.
             return
 
     def _ended(self, task: asyncio.Task[None]) -> None:

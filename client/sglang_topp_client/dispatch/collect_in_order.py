@@ -23,9 +23,10 @@ async def collect_in_order(
 
     Args:
         operation: `ROLLOUTS` or `SCORES`.
-        requests: one request for each prompt.
-        stream: starts a request, and yields the request's results in any order. If calling
-            `stream` fails, such as for a wrong argument, the error is raised even with `return_exceptions`.
+        requests: one `SampleRequest` for each prompt.
+        stream: starts the method call, and yields its results in any order. The argument of `stream` is a
+            callback for failed samples, or None. If calling `stream` fails, such as for a wrong argument, the
+            error is raised even with `return_exceptions`.
         return_exceptions: if True, the entry of a failed sample is the error of the sample. If False, the
             first error is raised.
 
@@ -43,8 +44,8 @@ async def collect_in_order(
         async for result in results:
             outcomes[operation.place(result)] = result
     except SglangToppError as error:
-        # With `return_exceptions`, only an error that ends the whole request arrives here: the time limit
-        # passed, the request was aborted, or no server answered. Every unfinished sample gets this error.
+        # With `return_exceptions`, only an error that ends the whole method call arrives here: the time limit
+        # passed, the method call was aborted, or no server answered. Every unfinished sample gets this error.
         if not return_exceptions:
             raise
         for place in places:

@@ -1,6 +1,7 @@
-"""Dispatcher: split one caller's request into HTTP calls, send them, and deliver every result.
+"""Dispatcher: split one request of the caller into HTTP calls, send them, and deliver every result.
 
-After a retryable error, the dispatcher repeats the HTTP call, on the same server or on another server. If the
+A request of the caller is one call of `generate`, `resume`, or `score`, with all prompts of the call. After a
+retryable error, the dispatcher repeats the HTTP call, on the same server or on another server. If the
 caller passed `on_abort="resume"`, the dispatcher also resumes aborted samples.
 """
 
@@ -117,16 +118,17 @@ class Dispatcher(Generic[Result]):
         operation: `ROLLOUTS` or `SCORES`.
         request_id: the caller's name for the request.
         deadline: when the request times out, on the event loop's clock; None for no limit.
-        wait_for_room: an async function that is awaited before each call for new samples is sent. The
-            function waits while too many results are queued for the caller. Calls that continue samples do
-            not wait.
+        wait_for_room: an async function that waits while too many results are queued for the caller. The
+            dispatcher awaits the function before it sends a call for new samples. Calls that continue samples
+            do not wait.
         graceful_abort: aborts the calls and keeps their partial samples; None if the caller does not want
             partial samples.
         max_message_bytes: the maximum length of a message after decompression.
         repeats_aborted: whether a call that the engine aborted is sent again; see `RetryBudget`.
-        on_failure: called for each sample that failed, while the other samples continue. If `on_failure` is
-            not None, the dispatcher sends each prompt in its own call, because a server that refuses one
-            prompt refuses the whole call. If `on_failure` is None, the first error ends the request.
+        on_failure: called for each sample that failed, while the samples of other prompts continue. If
+            `on_failure` is not None, the dispatcher sends each prompt in its own call, because a server that
+            refuses one prompt refuses the whole call. If `on_failure` is None, the first error ends the
+            request.
     """
 
     def __init__(

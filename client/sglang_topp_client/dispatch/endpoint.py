@@ -49,7 +49,8 @@ class Endpoint:
         config: the server's connection settings.
         kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
             All event loops share this mapping.
-        max_long_messages: see `LongMessageSlots`.
+        max_long_messages: how many long messages the client reads at once from this server; see
+            `LongMessageSlots`.
     """
 
     def __init__(self, config: ServerConfig, kinds: dict[str, Kind], max_long_messages: int) -> None:
@@ -67,6 +68,8 @@ class Endpoint:
 
     def routing_key(self, earlier: str) -> str:
         """Return the value of the header `X-SMG-Routing-Key` for a request to this server.
+
+        Gateways send requests with the same key to the same worker.
 
         Args:
             earlier: the routing key of the rollout that the request continues or scores, or empty. The part

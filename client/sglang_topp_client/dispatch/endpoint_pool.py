@@ -35,7 +35,8 @@ class EndpointPool:
             to all servers together.
         kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
             All event loops share this mapping.
-        max_long_messages: see `LongMessageSlots`.
+        max_long_messages: how many long messages the client reads at once from each server; see
+            `LongMessageSlots`.
         max_retries: the maximum number of retries of a failed call.
     """
 
@@ -163,7 +164,10 @@ class EndpointPool:
         await asyncio.gather(*(endpoint.abort_delivery.finish(request_id) for endpoint in self.all))
 
     def that_issued(self, request: SampleRequest) -> Endpoint | None:
-        """Return the server that the request's routing key identifies, or None if no server matches."""
+        """Return the server that the request's routing key identifies, or None if no server matches.
+
+        This server generated the rollout that the request continues or scores.
+        """
         return next((endpoint for endpoint in self.all if endpoint.issued(request.routing_key)), None)
 
     def by_issuer(self, requests: Iterable[SampleRequest]) -> Collection[Sequence[SampleRequest]]:

@@ -1,7 +1,8 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-In this folder, a request is one such method call, with all prompts of the call. The caller may name the
-request with a `request_id`. `Dispatcher` splits the request into HTTP calls.
+In this folder, a request of the caller is one such method call, with all prompts of the call. The caller may
+name the request with a `request_id`. `Dispatcher` splits the request into HTTP calls. A `SampleRequest` is
+the part of a request for one prompt, and a `ScoreRequest` is the part for one sequence.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class MethodCallRunner:
         configs: the connection settings of one or several servers. All servers are of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
-        max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`. The
-            default is no limit, because a limit makes the client stop reading some answers for a while. A
-            server may drop a client that stops reading.
+        max_long_messages: how many long messages the client reads at once from each server; see
+            `LongMessageSlots`. The default is no limit, because a limit makes the client stop reading some
+            answers for a while. A server may drop a client that stops reading.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class MethodCallRunner:
         """Yield every sample of `requests` as it finishes; see `AsyncRolloutClient.stream`.
 
         Args:
-            requests: one request for each prompt.
+            requests: one `SampleRequest` for each prompt.
             existing: rollouts to continue, by prompt index. A prompt with an existing rollout yields only one
                 sample, which continues the rollout.
             on_abort: how to treat aborted samples.
@@ -130,8 +131,9 @@ class MethodCallRunner:
             on_failure: see `Dispatcher`.
 
         Raises:
-            InvalidInputError: `on_abort` is `"resume"`, and a request cannot be resumed. The method raises
-                this error at once, before the caller iterates over the generator.
+            InvalidInputError: `on_abort` is `"resume"`, and the sampling parameters of a prompt do not allow
+                an exact resume. The method raises this error at once, before the caller iterates over the
+                generator.
         """
         requests = mark_interruptible(requests, on_abort)
 
@@ -163,7 +165,7 @@ class MethodCallRunner:
         """Yield the score of each sequence as it arrives; see `AsyncRolloutClient.stream_scores`.
 
         Args:
-            requests: one request for each sequence.
+            requests: one `ScoreRequest` for each sequence.
             is_repeated: whether to score a sequence again if the engine aborted it because of an abort
                 request, a pause, or a weight update.
             timeout_s: the time limit of the whole request, in seconds.

@@ -82,7 +82,7 @@ class StreamedExchange(ABC, Generic[_Result]):
     def __init__(
         self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
     ) -> None:
-        """Prepare one call. `SidecarExchange` documents the arguments.
+        """Prepare one call. `SidecarExchange` in `sidecar_rollouts.py` documents the arguments.
 
         SGLang has no time limit for a request, so the client does not send `timeout_s`.
 
@@ -254,8 +254,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
             if wanted.top_logprobs_p is not None:
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
-            # For a request without sets, SGLang itself writes the field `weight_versions`. SGLang's boundary
-            # between two weight versions can be off by one token, so the client ignores SGLang's own field.
+            # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
+            # boundary between two weight versions can be off by one token, so the client ignores the field.
             weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
 
         return Rollout(

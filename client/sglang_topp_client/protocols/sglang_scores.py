@@ -100,7 +100,8 @@ def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> N
         raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
     rest, as_reported = entries[1:], token_ids[start:].copy()
     for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
-        # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id.
+        # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id. The client does not know the
+        # vocabulary's size, but in a sequence, only the largest id can be the vocabulary's last id.
         if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
             as_reported[t] = 0
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

@@ -54,7 +54,7 @@ class SidecarExchange(ABC, Generic[_Result]):
     Attributes:
         path: the route, such as `"/rollouts"`. The final message has a field with the route's name, such as
             `rollouts`. The value of this field is the number of results that the sidecar sent.
-        media_type: the media type of an answer that consists of binary frames.
+        media_type: the media type of an answer whose messages begin with their length.
         missing_route: the error message if the sidecar does not have the route `path`.
     """
 

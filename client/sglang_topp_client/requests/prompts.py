@@ -59,7 +59,7 @@ def prompts_of(name: str, prompts: Any, *, takes_messages: bool = False) -> list
         takes_messages: whether the prompts may be chat messages.
 
     Raises:
-        InvalidInputError: there are no prompts, or a prompt has an unsupported type.
+        InvalidInputError: there are no prompts, or a prompt is invalid.
     """
     if isinstance(prompts, str):
         return [_text(name, prompts)]

@@ -1,8 +1,9 @@
 """Requests of `resume`: check the caller's rollouts, and build the requests for their remaining tokens.
 
-The prompt of a resume request consists of the original prompt's ids and the ids generated so far. The field
-`resumed_tokens` tells the engine how many ids at the prompt's end were generated before the interruption.
-With `resumed_tokens`, the engine matches stop strings and returns text as for an uninterrupted sample.
+The prompt of a resume request consists of the original prompt's ids and the rollout's output ids. The request
+field `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the
+interruption. The returned text and the search for stop strings begin at these ids, as in an uninterrupted
+sample.
 
 Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
 uninterrupted sample. The client refuses to resume samples with the parameters in `NON_RESUMABLE_PARAMS`,
@@ -104,8 +105,8 @@ def plan_resume(
             rollout. `n` is ignored.
         top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 stands for
             no threshold.
-        top_logprobs_source: one value for all rollouts, or one value per rollout. `generate.plan` describes
-            the values of `top_logprobs_source`.
+        top_logprobs_source: one value for all rollouts, or one value per rollout. `plan_generate.plan`
+            describes the values of `top_logprobs_source`.
 
     Returns:
         Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
@@ -141,8 +142,9 @@ def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
     """Return the rollout if it is finished, or None if tokens are left to generate.
 
     A rollout that finished with `"stop"` is returned unchanged. A rollout with another finish reason counts
-    as finished if its last turn has `max_new_tokens` tokens or more. For a rollout that reached
-    `max_new_tokens`, this function returns a copy with the finish reason `"length"`.
+    as finished if its last turn has `max_new_tokens` tokens or more. The last turn begins at
+    `Rollout.turn_start`. For a rollout that reached `max_new_tokens`, this function returns a copy with the
+    finish reason `"length"`.
     """
     if rollout.finish_reason == "stop":
         return rollout
@@ -213,7 +215,8 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 def _without_n(params: Any) -> Any:
     """Return the sampling parameters without `n`.
 
-    A value that is not a mapping is returned unchanged, because `plan` later checks the types.
+    `params` may be one mapping, or a list of mappings. Any other value is returned unchanged, because `plan`
+    later checks the types.
     """
     if isinstance(params, Mapping):
         return {name: value for name, value in params.items() if name != "n"}

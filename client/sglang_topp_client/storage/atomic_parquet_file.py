@@ -36,8 +36,8 @@ class AtomicParquetFile:
     After an error, the context manager removes the hidden file.
 
     pyarrow writes to memory, and this class copies the bytes to disk, for two reasons. If pyarrow itself
-    wrote to a full disk, pyarrow would append a footer after a partial row group. Also, pyarrow's errors do
-    not name the path of the file.
+    wrote to a full disk, pyarrow would append a footer after a partial row group. The damaged file would then
+    look complete. Also, pyarrow's errors do not name the path of the file.
 
     Args:
         path: the final path of the file.
@@ -64,7 +64,10 @@ class AtomicParquetFile:
             self._file = open(self._hidden, "wb", buffering=0)  # noqa: SIM115  # closed by `__exit__`
 
     def write(self, rollouts: Sequence[Rollout], more_columns: Sequence[Any] = ()) -> None:
-        """Write a row group of checked rollouts, with one `pyarrow.Array` for each additional column."""
+        """Write a row group of rollouts, with one `pyarrow.Array` for each additional column.
+
+        `check_rollout` must accept each rollout.
+        """
         if rollouts:
             columns = [*to_table(rollouts).columns, *more_columns]
             table = pyarrow().table(columns, schema=self._schema)

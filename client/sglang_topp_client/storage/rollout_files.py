@@ -72,11 +72,11 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
 
 
 def load_rollouts(path: _Path) -> Iterator[Rollout]:
-    """Yield the rollouts of a file, or of all finished parts of a directory, in the order of writing.
+    """Yield the rollouts of a file, or of a directory written by `RolloutWriter`, in the order of writing.
 
     Every field is restored bit for bit. The returned iterator holds one row group in memory at a time.
     Another process may write to the directory at the same time. The iterator yields only the rollouts of
-    parts that existed when `load_rollouts` was called.
+    files that existed when `load_rollouts` was called.
 
     Raises:
         WireError: a file was altered or truncated, or does not hold rollouts; the error names the file. The

@@ -69,9 +69,10 @@ def add_trainer_columns(
 ) -> None:
     """Copy saved rollouts to a new Parquet file, and add a trainer's log-probs and rewards as columns.
 
-    `load_rollouts` can read the new file. `sglang-topp view` shows the importance ratios and the rewards in
-    the new file. Each argument for a new column has one value per rollout, in the order of the saved
-    rollouts. A value may be None, which the new file stores as null.
+    `load_rollouts` can read the new file. `sglang-topp view` shows the file's rewards, and importance ratios
+    that it computes from the trainer's log-probs. Each argument for a new column has one value per rollout,
+    in the order of the saved rollouts. A value may be None, which the new file stores as null. T is the
+    number of a rollout's output tokens.
 
     Args:
         path: the file of the saved rollouts, or a directory written by `RolloutWriter`.

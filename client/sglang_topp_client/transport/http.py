@@ -1,7 +1,8 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and raise HTTP errors.
 
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
-take an hour. The connection pool has no size limit, because the client already limits the calls in flight.
+take an hour. The connection pool has no size limit, because `dispatch/endpoint_pool.py` already limits the
+calls in flight.
 
 The client uses aiohttp, because aiohttp's connection pool is the fastest of the three pools that we compared.
 Paired runs with 1,000 samples in flight, against `benchmarks/harness/fake_engine.py`, compared the pool of
@@ -79,7 +80,8 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 class ServerConfig:
     """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
-    The client ignores the proxy settings of the environment, because rollouts stay inside a cluster.
+    The client ignores the proxy settings of the environment, because the servers usually run in the client's
+    own cluster, and need no proxy.
 
     Raises:
         InvalidInputError: the value of `base_url` is not an http(s) address, `api_key` or `headers` cannot be
@@ -250,8 +252,9 @@ class HttpClient:
     async def is_answering(self, path: str, *, timeout_s: float) -> bool:
         """Return whether a GET request gets response headers, with any status, within `timeout_s`.
 
-        Also return True if the connection fails within `timeout_s`. A server that is shutting down refuses
-        new connections, but still finishes its earlier requests.
+        Also return True if the connection fails within `timeout_s`, because a failed connection does not show
+        that the server hangs. A server that is shutting down refuses new connections, but still finishes its
+        earlier requests.
         """
         try:
             async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):

@@ -24,7 +24,7 @@ _STUCK_S = 5.0
 
 
 class LongMessageSlots:
-    """A limit on the number of long messages that an event loop reads at the same time.
+    """A limit on the number of long messages that one `HttpClient` reads at the same time.
 
     Args:
         max_long_messages: the number of slots. Each long message takes one slot while the client reads the
@@ -53,7 +53,7 @@ class LongMessageSlots:
         """Wait for a slot, and return whether the caller got one.
 
         If no bytes of any long message arrive for 5 s, stop waiting and return False. Without this time
-        limit, a server that hangs in the middle of its messages would block the messages of other servers.
+        limit, long messages that stop arriving before their end would block all other long messages.
         """
         while True:
             num_steps = self._num_steps

@@ -60,10 +60,10 @@ class Rollout:
             attribute is None for a rollout without sets, and for a rollout whose sets come from another
             inference engine.
         weight_spans: pairs `(version, number of tokens)` in output order, one for each run of tokens with the
-            same weight version. The numbers add up to T. Tokens that `extend` appended have the version "". A
-            rollout has several spans if weights were pushed during a pause, or before the sample was resumed.
-            A rollout without sets has None instead of spans, because SGLang's own field `weight_versions` can
-            be off by one token for a request without sets.
+            same weight version. The numbers add up to T. Tokens that `extend` appended have the version "".
+            The generated tokens have several versions if weights were pushed while the engine was paused, or
+            before the sample was resumed. A rollout without sets has None instead of spans, because SGLang's
+            own field `weight_versions` can be off by one token for a request without sets.
         routing_key: a key that the client chose for the sample's prompt. The client sends the key as the
             header `X-SMG-Routing-Key` of HTTP requests that hold only this prompt. Gateways send requests
             with the same key to the same worker. The key's suffix identifies the server that generated the
@@ -106,7 +106,8 @@ class Rollout:
     def loss_mask(self) -> NDArray[np.int8]:
         """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended.
 
-        The mask is also 0 for a generated token with an empty candidate set. Pass the mask to `collate_rl`.
+        The mask is also 0 for a generated token with an empty candidate set. Pass the mask to
+        `sglang_topp.batch.collate_rl`, which collates samples into a training batch.
         """
         mask = np.ones(len(self.output_ids), np.int8)
         for start, end in self.appended_spans:
@@ -127,9 +128,10 @@ class Rollout:
     def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
         """Return a copy of this rollout with the token ids of a tool or an environment appended.
 
-        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Replay and the
-        loss skip appended tokens. To generate the next turn, pass the copy to the client's `resume`.
-        `max_new_tokens`, stop strings, and `text` apply only to the turn that `resume` generates.
+        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Replay
+        (`sglang_topp.replay`) and the loss skip appended tokens. To generate the next turn, pass the copy to
+        the client's `resume`. `max_new_tokens`, stop strings, and `text` apply only to the turn that `resume`
+        generates.
 
         Args:
             token_ids: one or more token ids.

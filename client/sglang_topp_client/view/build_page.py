@@ -37,7 +37,11 @@ In the page, base64 enlarges 28 MiB of encoded rollouts to 37 MiB. The page thus
 _CONTEXT = 12
 _MAX_SIBLINGS = 7
 Step: TypeAlias = Callable[[str, int, int], None]
-"""A progress callback, called with the stage, the number of rollouts, and the number of tokens."""
+"""A progress callback, called with the stage, the number of rollouts, and the number of tokens.
+
+In the stage `"reading"`, the numbers count the rollouts and output tokens read so far. In the stage
+`"detail"`, the number of rollouts counts the encoded rollouts, and the number of tokens stays constant.
+"""
 
 _Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
 

@@ -18,7 +18,7 @@ NUM_BINS = 128
 
 
 class Grid:
-    """Fixed grid points for one metric. Each value is rounded to the nearest point, and then counted.
+    """Fixed grid points for one metric. `PositionBands` counts each value at the nearest grid point.
 
     Args:
         points: float64 [G], the grid points in ascending order. A value below the first grid point is rounded

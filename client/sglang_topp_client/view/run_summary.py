@@ -1,8 +1,9 @@
 """RunSummary: the statistics that `sglang-topp view` shows for a run.
 
 The statistics are histograms, percentile bands, a table of rollouts, and the numbers for the page's verdict.
-The verdict says whether to train on the rollouts: not if a generated token lacks its candidate set. It also
-says how much probability top-p removed, and therefore whether to replay the sets.
+If a generated token lacks its candidate set, the verdict warns against training on the token. Otherwise, the
+verdict says how much top-p changes the importance ratios, and therefore whether the trainer must score the
+policy over the candidate sets (replay).
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ class TokenTexts:
     def agrees_with(self, rollout: Rollout) -> bool:
         """Return whether this tokenizer decodes the rollout's output to the text that the engine returned.
 
-        The result is also True if the decoded text is a prefix of the engine's text, or the engine's text is
-        a prefix of the decoded text. The engine leaves out stop strings and end tokens.
+        The engine leaves out stop strings and end tokens. The result is therefore also True if one of the two
+        texts is a prefix of the other.
+
         If `Rollout.extend` appended tokens, this method compares only the last turn, because `Rollout.text`
         covers only the last turn.
         """

@@ -49,8 +49,8 @@ async def push_broadcasts(
     try:
         await group.broadcast(parts, version)
     except SglangToppError as error:
-        # Leave the engines' update sessions open, because an engine that still waits for other engines cannot
-        # end its session. In the next push, `begin_update` ends the open update sessions.
+        # Do not call `end_update`, because an engine that still waits for other engines cannot end its update
+        # session. In the next push, `begin_update` ends the update sessions that are still open.
         return [group.failures.get(engine, error) for engine in engines]
     finally:
         await group.destroy()

@@ -155,7 +155,7 @@ class EngineControl:
         await self._update("/init_weights_update_group", body)
 
     async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Tell the engine to receive and load one bucket of tensors that rank 0 broadcasts.
+        """Tell the engine to receive and load one bucket of tensors, which this process broadcasts.
 
         Raises:
             SglangToppError: the update failed, and the engine's weights are unknown.

@@ -8,8 +8,8 @@ names of SGLang 0.5.23: it hooks or calls 53 functions, and imports 12 names. Wh
 `sglang`, griffe missed all 65 names that the patch set uses, although SGLang defines them. The folder
 `sglang/srt` has no `__init__.py`, so griffe does not treat the folder as a part of the package `sglang`.
 griffe can load `sglang/srt` as a package of its own. This load took 30 s of CPU time, and griffe did not
-resolve the names that are imported from `sglang.srt`. This module takes 1.3 s to find all 65 names that the
-patch set uses.
+resolve SGLang's own imports from `sglang.srt`. This module takes 1.3 s to find all 65 names that the patch
+set uses.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ _BEFORE_0_5_19 = {
 }
 _BEFORE_0_5_13 = {
     **_BEFORE_0_5_19,
-    # The prefill server of SGLang 0.5.12 sends the top log-probs to the HTTP process as tensors, not as
-    # lists. With the transfer backend nixl, SGLang 0.5.12 completes a transfer of the KV cache only for
-    # hybrid models.
+    # Two defects of SGLang 0.5.12 rule out disaggregation. The scheduler of a prefill server sends the top
+    # log-probs to the HTTP process as tensors, not as lists. With the transfer backend nixl, SGLang completes
+    # a transfer of the KV cache only for hybrid models.
     Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
 }
 
@@ -131,14 +131,13 @@ _SGLANG_0_5_22 = (
     *seams.DETOKENIZER,
     *seams.WEIGHT_UPDATE_SESSIONS,
 )
-_SGLANG_0_5_20 = (
+_SGLANG_0_5_20_AND_21 = (
     *_WITH_AUXILIARY_OUTPUT,
     *seams.VERIFICATION,
     *seams.FEW_STATUSES,
     *seams.NO_HTTP_CONTRACT,
     *seams.COMPOSED,
     *seams.SAMPLER_SOURCE,
-    *seams.SCORED_ROWS,
 )
 _SGLANG_0_5_13 = (
     *_BEFORE_AUXILIARY_OUTPUT,
@@ -163,9 +162,13 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _OTHER_REJECTION
         ),
         "0.5.21": Release(
-            Sglang0521(), (*_SGLANG_0_5_20, *seams.WEIGHT_UPDATE_SESSIONS), _BEFORE_0_5_23 | _OTHER_REJECTION
+            Sglang0521(),
+            (*_SGLANG_0_5_20_AND_21, *seams.SCORED_ROWS_ON_HOST, *seams.WEIGHT_UPDATE_SESSIONS),
+            _BEFORE_0_5_23 | _OTHER_REJECTION,
         ),
-        "0.5.20": Release(Sglang0520(), _SGLANG_0_5_20, _BEFORE_0_5_23 | _OTHER_REJECTION),
+        "0.5.20": Release(
+            Sglang0520(), (*_SGLANG_0_5_20_AND_21, *seams.SCORED_ROWS), _BEFORE_0_5_23 | _OTHER_REJECTION
+        ),
         "0.5.19": Release(
             Sglang0519(),
             (

@@ -40,8 +40,8 @@ class Status:
 
     Attributes:
         sglang_version: the version of the installed SGLang; empty if SGLang is not installed.
-        checks: one check per seam, which is an SGLang function or class that the patch set depends on; empty
-            if SGLang is not installed, or if the installed release is not supported.
+        checks: one `SeamCheck` per seam; empty if SGLang is not installed, or if the installed release is not
+            supported.
         problems: every reason why this process refuses requests for sets; empty if the process serves sets.
     """
 
@@ -90,8 +90,8 @@ def nearest() -> tuple[str, tuple[SeamCheck, ...]]:
 def _patch_of_slime() -> str:
     """Return a message if slime's patch was applied to the installed SGLang, else an empty string.
 
-    slime's patch of the sampler renormalizes the log-probs of some requests before the hooks read the
-    log-probs. The checks of the signatures do not detect slime's patch.
+    slime is a training framework. slime's patch of the sampler renormalizes the log-probs of some requests
+    before the hooks read the log-probs. The checks of the signatures do not detect slime's patch.
     """
     for module in ("sampler", "utils.logprob", "logprob_processor"):
         try:

@@ -21,8 +21,8 @@ class Hook:
         function: the hook's path in this package, as `module.function`.
         always: whether the plugin installs the hook even in a process that serves no candidate sets. A hook
             that is always installed helps to refuse requests or to report problems.
-        state: the field of `plugin.ProcessState` that the hook gets as its first argument; empty if the hook
-            gets no state.
+        state: the attribute of `plugin.ProcessState`, the patch set's state in one process, that the hook
+            gets as its first argument; empty if the hook gets no state.
     """
 
     kind: str
@@ -336,7 +336,7 @@ VERIFICATION = _verification(f"{_LOGPROBS}.compute_spec_logprobs")
 """The functions that verify the tokens of speculative decoding, in SGLang 0.5.18 and later."""
 
 VERIFICATION_IN_0_5_16 = _verification(f"{_LOGPROBS}.compute_spec_v2_logprobs")
-"""The functions that verify the tokens of speculative decoding, in SGLang 0.5.16."""
+"""The functions that verify the tokens of speculative decoding, in SGLang 0.5.16 and 0.5.17."""
 
 VERIFICATION_BEFORE_0_5_16 = _verification("sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs")
 """The functions that verify the tokens of speculative decoding, in SGLang up to 0.5.15.post1."""

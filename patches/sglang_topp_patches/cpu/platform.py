@@ -53,7 +53,7 @@ def activate() -> str | None:
             " of SGLang would use all the same; unset it, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
         )
     # In some supported releases of SGLang, tensor-parallel ranks use NCCL whenever they can load the NCCL
-    # library. NCCL does not work on a CPU.
+    # library. NCCL does not work on a CPU, so name a library file that does not exist.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
         kernel_stubs.install()

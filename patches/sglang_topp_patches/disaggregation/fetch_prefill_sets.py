@@ -25,11 +25,12 @@ from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, cus
 
 __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
 
-# The timeout of one HTTP request to the prefill server, which answers within 20 s.
+# The timeout of one HTTP request to the prefill server. The prefill server answers within 20 s, with an empty
+# answer if the sets are not ready.
 _READ_S = 40.0
 _RETRY_S = 0.5
-# `fetch_first_token` gives up after this number of seconds. The sets arrive after the KV cache, because the
-# sets pass through the prefill server's scheduler and HTTP process.
+# `fetch_first_token` waits at most this number of seconds. The function has to wait because the sets arrive
+# after the KV cache: the sets pass through the prefill server's scheduler and HTTP process.
 _LATE_S = 30.0
 
 
@@ -46,8 +47,8 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     entries = req.customized_info.setdefault(KEY, [])
-    # After a retraction, SGLang transfers a request's KV cache and last token again. `entries` already has an
-    # entry for the last token.
+    # After a retraction, SGLang transfers a request's KV cache again, and restores the request's last token.
+    # `entries` already has an entry for a restored token, so the loop adds none.
     while len(entries) < len(req.output_ids):
         if getattr(decode_req, "is_rebootstrap", False):  # SGLang before 0.5.16 lacks the attribute
             entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
@@ -93,7 +94,7 @@ async def fetch_first_token(
     Args:
         question: the asyncio task that fetches the sets, as `open_question` yields it.
         state: SGLang's `ReqState`.
-        token_id: the id of the first token in the answer.
+        token_id: the id of the first token in the decode server's answer to the client.
     """
     assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
     try:

@@ -27,12 +27,14 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, PackedSet, 
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 
 PATH = "/sglang_topp/first"
-"""The route that delivers the sets of first tokens. A prefill server's bootstrap server answers the route."""
+"""The route from which a decode server fetches the sets.
+
+SGLang's bootstrap server, which runs in the prefill server's HTTP process, serves the route."""
 
 KEPT_S = 120.0
 """The number of seconds for which the store keeps sets that no decode server fetches.
 
-A decode server that gets no sets ends its request after less than `KEPT_S` seconds.
+This time is long enough, because a decode server that gets no sets ends its request sooner.
 """
 
 _FIELD = "the first token's set"
@@ -245,9 +247,9 @@ class PrefillSets:
     def _drop(self, room: int, account: Account | None = None) -> None:
         """Free the sets of a bootstrap room.
 
-        `put` stores sets with a new `Account`, and starts a timer that calls `_drop` with this `Account`. If
-        `account` is given, `_drop` frees only sets that `put` stored with `account`. The timer of one `put`
-        call therefore never frees the sets of a later `put` call.
+        `put` stores sets with a new `Account`, which counts their candidates. `put` also starts a timer that
+        calls `_drop` with this `Account`. If `account` is given, `_drop` frees only sets that `put` stored
+        with `account`. The timer of one `put` call therefore never frees the sets of a later `put` call.
         """
         entry = self._entries.get(room)
         if entry is not None and account in (None, entry[1]):

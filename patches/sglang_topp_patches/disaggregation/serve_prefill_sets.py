@@ -1,12 +1,12 @@
 """Let a prefill server send the candidate sets of prompts and first tokens to decode servers.
 
-Both servers receive each generation request. The decode server answers the client, but the prefill server
-draws the first token. The decode server's HTTP process therefore asks the prefill server for the sets, as
-soon as a request arrives. The patch set adds a route for this purpose to SGLang's bootstrap server, which
-runs in the prefill server's HTTP process. A decode server without the patch set does not ask for
-the sets, and would send an answer without sets. So if a client requests sets, the prefill server begins the
-prefill only after a decode server has asked for the sets. If no decode server asks in time, the prefill
-server refuses the request with a 503.
+A prefill server and a decode server both receive each generation request. The decode server answers the
+client, but the prefill server draws the first token. The decode server's HTTP process therefore asks the
+prefill server for the sets, as soon as a request arrives. The patch set adds a route for this purpose to
+SGLang's bootstrap server, which runs in the prefill server's HTTP process. A decode server without the patch
+set does not ask for the sets, and would send an answer without sets. So if a client requests sets, the
+prefill server begins the prefill only after a decode server has asked for the sets. If no decode server asks
+in time, the prefill server refuses the request with a 503.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class PrefillServer:
             )
             if getattr(obj, "stream", False):
                 raise CallEndedError(problem, HTTPStatus.SERVICE_UNAVAILABLE)
-            # On `/generate`, SGLang before 0.5.17 answers every ValueError with 400, and ignores the error's
-            # `status_code`.
+            # Do not raise `CallEndedError` here, because it is a ValueError. On `/generate`, SGLang before
+            # 0.5.17 answers every ValueError with 400, and ignores the error's `status_code`.
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, problem)
 
     def keep(

@@ -1,9 +1,9 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
-SGLang turns the body of an OpenAI request into a `GenerateReqInput`. `route_policy.Guard` finds the patch
-set's fields in the body, and the hooks copy the fields to the `GenerateReqInput`. The hooks collect the
-candidate sets from the engine's answers, and add the sets to the OpenAI answer. The sets are in `sglext`,
-which is the answer's field for SGLang's extensions::
+SGLang turns the body of an OpenAI request into a `GenerateReqInput`. The middleware `route_policy.Guard`
+finds the patch set's fields in the body, and this module's hooks copy the fields to the `GenerateReqInput`.
+The hooks collect the candidate sets from the engine's answers, and add the sets to the OpenAI answer. The
+sets are in `sglext`, which is the answer's field for SGLang's extensions::
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 

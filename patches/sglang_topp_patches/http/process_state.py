@@ -18,7 +18,7 @@ __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_ser
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 """The module that defines SGLang's HTTP server and application.
 
-Not every process imports SGLang's HTTP server."""
+The hooks look the module up in `sys.modules`, because not every process imports SGLang's HTTP server."""
 
 
 @dataclass
@@ -47,7 +47,8 @@ class HttpProcess:
     def route_problems(self) -> tuple[str, ...]:
         """Return an error message in a 1-tuple if SGLang's routes run without `Guard`, and () otherwise.
 
-        Without `Guard`, SGLang's routes could ignore requests for sets.
+        `Guard` is the middleware that checks requests before the routes (`http.route_policy`). Without
+        `Guard`, some routes would answer a request for sets without the sets.
         """
         module = sys.modules.get(HTTP_SERVER)
         # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.

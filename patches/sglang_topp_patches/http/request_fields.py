@@ -151,8 +151,8 @@ class _RequestedSets:
     Each attribute is a list with one entry per prompt.
 
     Attributes:
-        thresholds: the nucleus threshold p of the prompt's sets, or None or 0 if the prompt has no threshold.
-        sampler: whether the prompt's sets consist of the tokens that the sampler could draw.
+        thresholds: the nucleus threshold p of the sets, or None or 0 if the request has no threshold.
+        sampler: whether each set consists of the tokens that the sampler could draw.
         base64: whether the answer has the sets as packed arrays.
         nucleus: whether the answer has the sets in the fields that the RL trainer slime reads. If so, the
             threshold is the prompt's `top_p`.
@@ -165,7 +165,7 @@ class _RequestedSets:
 
     @property
     def wanted(self) -> list[bool]:
-        """One bool per prompt: whether the request asks for the prompt's candidate sets."""
+        """One bool per prompt: whether the request asks for candidate sets in the answer to the prompt."""
         return [bool(p) or drawn for p, drawn in zip(self.thresholds, self.sampler, strict=True)]
 
     @property
@@ -310,7 +310,10 @@ def _asks(field: Callable[[str], Any]) -> bool:
 
 
 def _mentions(custom: Any) -> bool:
-    """Return whether the name of a field that asks for sets occurs anywhere in `custom_params`."""
+    """Return whether `custom_params` contains the name of a field that asks for sets.
+
+    If `custom_params` is a mapping, only its keys count. Otherwise, the name may occur anywhere in the value.
+    """
     if isinstance(custom, Mapping):
         return any(name in custom for name in _ASKING)
     try:

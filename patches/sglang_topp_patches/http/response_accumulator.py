@@ -59,7 +59,11 @@ class ResponseAccumulator:
         entries: Sequence[Entry | None],
         prompt_rows: Sequence[PackedSet | Entry | None],
     ) -> None:
-        """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`."""
+        """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`.
+
+        The `Entry` of a token holds the token's set, or the reason why the set is missing. An `Entry` in
+        `prompt_rows` holds the weight version of the prompt's sets, or a refusal.
+        """
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
         self.num_tokens += len(token_ids)

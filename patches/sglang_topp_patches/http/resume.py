@@ -200,7 +200,7 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
 
     SGLang ends an aborted request and frees its KV cache in the next forward pass, which runs only after the
     pause. `send_while_paused` sends the aborted request's answer during the pause. The next forward pass does
-    not send the same answer again, because `finished_output` is set.
+    not send the same answer again, because `stream_output` has set the request's `finished_output`.
     """
     if not self._engine_paused:
         return

@@ -116,9 +116,9 @@ _TOO_DEEP = "a body nested too deep to be read"
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# The application's state holds the `HttpProcess` in the attribute with this name. `Guard` cannot take the
-# `HttpProcess` as an argument, because SGLang's HTTP workers create the application before the
-# `HttpProcess`.
+# The application's state holds the `HttpProcess`, the state that the hooks share, in the attribute with this
+# name. `Guard` cannot take the `HttpProcess` as an argument: in SGLang's HTTP workers, `worker_app` installs
+# `Guard`, and has no access to the `HttpProcess`.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
@@ -137,7 +137,7 @@ class Call:
             sets.
         problem: the reason if the HTTP call was ended early, and "" otherwise.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
-            OpenAI route, and None after a hook in `openai` has moved the fields to SGLang's request.
+            OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -161,8 +161,8 @@ class Call:
         """Subtract the HTTP call's candidates from the process's total of candidates in flight.
 
         `Guard` calls this method after the answer has been sent or has failed. The `Call` and the objects of
-        its samples form a reference cycle. Without `close`, only the garbage collector would free these
-        objects, and the garbage collector seldom runs in a server.
+        its samples form a reference cycle, which `close` breaks. Without `close`, only the garbage collector
+        would free these objects, and the garbage collector seldom runs in a server.
         """
         self._at_end.clear()
         if self.account is not None:

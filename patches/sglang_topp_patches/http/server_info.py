@@ -59,7 +59,7 @@ def add_status(
 
 
 def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
-    """Return the sum of all schedulers' `StagingCounts`."""
+    """Return the sums of all schedulers' `StagingCounts`, which count the sets staged in GPU memory."""
     there = [state["staging"] for state in scheduler_states if state and "staging" in state]
     return {name: sum(each[name] for each in there) for name in StagingCounts().to_dict()}
 

@@ -2,9 +2,9 @@
 
 1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
    set. The hook runs before `_handle_batch_output` reads the message.
-2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, and records
-   which token positions the next chunk contains. The hook runs when `_handle_batch_output` handles a message,
-   and when SGLang aborts a queued request.
+2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, which keeps
+   the sets until they are sent. The hook also records which token positions the next chunk contains. The hook
+   runs when `_handle_batch_output` handles a message, and when SGLang aborts a queued request.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
 
 If a request asked for sets and a token in the answer has no set, the request ends with an error (finish
@@ -118,10 +118,10 @@ def write_meta_info(
         self.abort_request(state.obj.rid)
     if not is_shown:
         return
-    # With the source "sampler", a prompt has no sets, because its tokens were not sampled. With the source
-    # "distribution", a prompt position needs a set if SGLang reports a log-prob for it. The accumulator
-    # counts generated tokens by their ids, not by their log-probs. If `max_new_tokens` is 0, SGLang may
-    # report a log-prob without a token.
+    # If `top_logprobs_source` is "sampler", a prompt has no sets, because its tokens were not sampled. With
+    # the default, "distribution", a prompt position needs a set if SGLang reports a log-prob for the
+    # position. The accumulator counts generated tokens by their ids, because SGLang may report a log-prob
+    # without a token if `max_new_tokens` is 0.
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
@@ -301,7 +301,8 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If the request sets `AT_END`, only the last chunk has sets, so only the last chunk has `KEY`.
+        # If the request has the attribute `AT_END`, only the last chunk has sets. So only the `meta_info` of
+        # the last chunk has `KEY`.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
                 result["meta_info"][KEY] = [parts[0][KEY][0], parts[-1][KEY][1]]
@@ -369,7 +370,8 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The missing set is not the reason why the request was aborted, so report SGLang's reason.
-        if reason.get("status_code") is None:  # the answer may lack sets, so also report `message`
+        # Without a status, SGLang answers with 200, although sets are missing. So also report `message`.
+        if reason.get("status_code") is None:
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return

@@ -35,7 +35,10 @@ class WeightSpans:
             self._spans.append((version, end))
 
     def name_first(self, version: str) -> None:
-        """Replace the empty weight version that `add` recorded for the first token."""
+        """Replace the empty weight version that `add` recorded for the first token.
+
+        On a decode server, the prefill server sends the first token's weight version later than the token.
+        """
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:
             rest.insert(0, (version, 1))

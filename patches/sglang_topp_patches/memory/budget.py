@@ -66,8 +66,9 @@ class Budget:
             over all samples. The default is one candidate per 256 bytes of the machine's or container's
             memory.
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
-            pass, in candidates per row. If the sets of some rows do not fit, the request does not fail: the
-            scheduler extracts these sets again and waits for the device (`scheduler.gpu_staging`).
+            pass, in candidates per row. A row is one token position. If the sets of some rows do not fit,
+            their requests do not fail: the scheduler extracts these sets again and waits for the device
+            (`scheduler.gpu_staging`).
     """
 
     max_candidates_per_sample: int

@@ -124,7 +124,7 @@ class GeneratedSets:
 
     Attributes:
         rows: the pass's rows, as recorded when SGLang built the pass's `ForwardBatch`.
-        sets: each row's set at its threshold p; None if no row has a threshold.
+        sets: each row's set at its threshold p (`top_logprobs_p`); None if no row has a threshold.
         weight_version: the version of the weights that the pass used.
         drawn: one set for each row in `rows.drawn`, with the tokens that the sampler could draw; None if no
             row asks for such a set.
@@ -136,7 +136,7 @@ class GeneratedSets:
     drawn: Sets | None = None
 
     def settled(self) -> GeneratedSets:
-        """Return a copy of this object with complete sets on the device, none of them in a staging area.
+        """Return a copy of this object in which no set is in a staging area (`scheduler.gpu_staging`).
 
         If the sets are in a staging area, this method waits for the device. If a set did not fit into the
         staging area, this method extracts the set again.
@@ -154,7 +154,10 @@ class GeneratedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append the set of each new token to the `customized_info` of the token's request, as an `Entry`.
+        """Append the set of each new token to the `customized_info` of the token's request.
+
+        `customized_info` is SGLang's field for extra results. Each token's set is in an `Entry`, a message to
+        the HTTP process (`scheduler_messages`).
 
         A row's set does not match the new token in three cases: the row now belongs to another request,
         SGLang replaced the sampled token, or the scheduler step added several tokens. If the set does not

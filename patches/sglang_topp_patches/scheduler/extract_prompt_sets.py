@@ -1,4 +1,6 @@
-"""Extract the candidate sets of prompt positions (`logprob_start_len`), in the scheduler processes.
+"""Extract the candidate sets of prompt positions, in the scheduler processes.
+
+A request with `top_logprobs_p` asks for these sets with SGLang's field `logprob_start_len`.
 
 SGLang may compute the logits of a forward pass in chunks, and the hooks extract the sets from each chunk of
 logits. The logits at prompt position `k` score the token at position `k + 1`. With chunked prefill, several
@@ -160,7 +162,10 @@ class _Observer:
                 extraction.add(_no_sets(stop - start, logits.device))
 
     def finish(self) -> None:
-        """Store the prompt sets in the `ForwardPass`."""
+        """Store the prompt sets in the `ForwardPass` object, the hooks' record of this forward pass.
+
+        A later hook (`sample` or `compute_logprobs_only`) attaches the sets to the pass's output.
+        """
         rows, extraction = self._pass.rows, self._extraction
         self._pass.prompt = PromptSets(
             rows.request_ids,
@@ -173,7 +178,7 @@ class _Observer:
 
 
 def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return a new `_Observer`, or None if no request of the pass has a threshold.
+    """Return a new `_Observer`, or None if no request of the pass has a threshold (`top_logprobs_p`).
 
     A request for the sets of tokens that the sampler could draw (`top_logprobs_source: "sampler"`) has no
     threshold, so its prompt gets no sets.
@@ -187,8 +192,9 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
 class PassExtraction:
     """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
 
-    After a prompt exceeds the limits (`memory.budget`), the prompt's later rows get no sets. At p = 1, the
-    prompt sets of one forward pass may hold more candidates than any device can store.
+    At p = 1, the prompt sets of one forward pass may hold more candidates than any device can store. So this
+    class checks the limits (`memory.budget`) during the pass. After a prompt exceeds a limit, the prompt's
+    later rows get no sets.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
@@ -211,14 +217,13 @@ class PassExtraction:
     def add(self, chunk: Sets) -> None:
         """Append `chunk`, the sets of the scored rows that follow the previous chunk in the forward pass.
 
-        A chunk in a staging area (`StagedSets`) keeps its log-probs in GPU memory until the host reads the
-        chunk. To limit this memory, `add` leaves at most two chunks in staging areas. From the third chunk
-        on, the host waits for the oldest chunk while the GPU computes the newest. If a pass has at most two
-        chunks, `add` never waits for the GPU.
+        A chunk may be in a staging area, a GPU buffer of fixed size (`scheduler.gpu_staging`). Such a chunk
+        keeps its log-probs in GPU memory until the host reads the chunk. To limit this memory, `add` leaves
+        at most two chunks in staging areas. From the third chunk on, the host waits for the oldest chunk
+        while the GPU computes the newest. If a pass has at most two chunks, `add` never waits for the GPU.
 
-        `add` counts a chunk's candidates against the limits only after the host has read the chunk. If the
-        host reads a chunk only after the last call of `add`, `PromptSets.consume` counts the candidates of
-        this chunk.
+        `add` checks a chunk's candidates against the limits only after the host has read the chunk. Later,
+        `PromptSets.consume` counts the candidates of all chunks, and checks the limits again.
         """
         self.chunks.append(chunk)
         while self._num_settled < len(self.chunks):
@@ -303,7 +308,7 @@ class PromptSets:
 
     Attributes:
         request_ids: the ids of the pass's requests.
-        thresholds: each request's threshold p; 0 if the request has none.
+        thresholds: each request's threshold p (`top_logprobs_p`); 0 if the request has none.
         counts: for each request, the number of prompt positions that the pass scores.
         chunks: the sets of all scored prompt positions, request after request, split into chunks.
         weights: the weights with which the pass ran.

@@ -15,9 +15,9 @@ processes the results, this module can still read the original value of every ke
   module reads the dtype's lowest value as -inf.
 - Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs.
 
-If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs. For the source
-`"sampler"`, this module also keeps a tensor that marks the tokens that the sampler could draw.
-`sampler_candidates` computes this tensor anew in each pass.
+If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs. For requests
+with `top_logprobs_source: "sampler"`, this module also keeps a tensor that marks the tokens that the sampler
+could draw. Each pass computes this tensor anew, so later passes do not overwrite it.
 """
 
 from __future__ import annotations
@@ -219,11 +219,11 @@ class StagedSets:
     Attributes:
         area: the staging area, which holds the sets of R rows.
         kept: the tensors from which the host can extract the sets again.
-        rows: the indices of these R rows in the forward pass, in ascending order. All other rows of the pass
-            have empty sets.
-        num_rows: the number of all rows of the pass.
-        problems: the reason why a row has no exact set, keyed by the row's index in the pass. The result of
-            `on_host` also contains the problems that the GPU kernels found.
+        rows: the index of each of the R rows in the result of `on_host`, in ascending order. All other rows
+            of the result have empty sets.
+        num_rows: the number of all rows of the result of `on_host`.
+        problems: the reason why a row has no exact set, keyed by the row's index in the result of `on_host`.
+            The `problems` of this result also contain the problems that the GPU kernels found.
     """
 
     area: StagingArea

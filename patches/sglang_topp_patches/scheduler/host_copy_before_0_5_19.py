@@ -75,7 +75,10 @@ def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
-    """Record the step: AROUND hook on `process_batch_result_prefill` and `process_batch_result_decode`."""
+    """Record the scheduler step for `commit`: AROUND hook on the functions that process a batch's results.
+
+    These functions are `process_batch_result_prefill` and `process_batch_result_decode`.
+    """
     step = _step_of(batch, result)
     if step is None:
         return original(self, batch, result)

@@ -29,8 +29,8 @@ __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_outpu
 class PassPart(Protocol):
     """The interface for one part of a forward pass's sets: the prompt sets, or the generated tokens' sets.
 
-    `PromptSets`, `GeneratedSets`, and `VerifiedSets` implement this interface. The sets are in tensors on the
-    device or on the host.
+    Three classes implement this interface: `PromptSets`, `GeneratedSets`, and `VerifiedSets` (the sets of
+    tokens that speculative verification accepted). The sets are in tensors on the device or on the host.
     """
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PassPart:

@@ -32,7 +32,8 @@ from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
 # SGLang's classes of prefix caches that separate namespaces: a request reads KV only from its own namespace.
-# The KV in caches of these classes is lost when the scheduler process ends.
+# The KV in caches of these classes is lost when the scheduler process ends. So these caches never hold KV
+# that an earlier process computed, possibly with other weights.
 _KEYED_CACHES = frozenset(
     {
         *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),

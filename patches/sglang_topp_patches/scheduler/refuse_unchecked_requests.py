@@ -34,7 +34,7 @@ __all__ = ["check_request"]
 
 
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `Scheduler._add_request_to_queue`: refuse a request that cannot get exact sets.
+    """Refuse a request that cannot get exact sets: BEFORE hook on `Scheduler._add_request_to_queue`.
 
     The hook also checks the sampling parameters, after SGLang has filled in the model's defaults. The checks
     in the HTTP process run before SGLang fills in the model's defaults.

@@ -108,8 +108,8 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because an `Entry` with status 500 does
-            not count as a refusal.
+        status: the error's HTTP status. The status must not be 500, because the HTTP process does not treat
+            an `Entry` (the message for one token) with status 500 as a refusal.
     """
     refusal = Entry(None, reason, status)
     end_without_set(req)

@@ -36,13 +36,13 @@ class RequestedRows:
 
     Attributes:
         request_ids: the id of each row's request.
-        thresholds: each row's threshold p; 0 if the row's request has none.
+        thresholds: each row's threshold p (`top_logprobs_p`); 0 if the row gets no set at a threshold.
         drawn: the indices, ascending, of the rows whose requests ask for the tokens that the sampler could
             draw.
         greedy: the indices of the rows that are sampled greedily.
         answers: whether SGLang sends this rank's results to the client. If `answers` is False, the hooks
-            extract no sets on this rank. The sampler of this rank must still run in the same way as the
-            samplers of the other ranks.
+            extract no sets on this rank. `drawn` still lists the rows, because the samplers of all ranks must
+            run in the same way.
     """
 
     request_ids: tuple[str, ...]

@@ -3,7 +3,8 @@
 The sampler filters the probabilities by top_k, top_p, and min_p. A token can be drawn if its filtered
 probability is above 0. SGLang returns filtered probabilities only for requests that set the field
 `return_sampling_mask`. For rows that ask for candidate sets, the hook `sample_from_probs` makes SGLang return
-filtered probabilities even if the request does not set this field.
+filtered probabilities even if the request does not set this field. The hook does this only for rows with
+`top_logprobs_source: "sampler"`.
 
 SGLang returns the filtered probabilities from the same call that draws the token. So each set reflects the
 filters of the sampling backend, the order in which the filters run, and how the filters treat ties.
@@ -69,10 +70,10 @@ class Drawing:
         """Extract the sets of the R rows in `self.rows`, in the order of `self.rows`.
 
         Args:
-            process: as for `extract`.
+            process: as for `extraction.extract`.
             logprobs: float [B, V].
             sampled_ids: integer [B].
-            lowest: as for `extract`.
+            lowest: as for `extraction.extract`.
         """
         rows = _to_device(self.rows, logprobs.device)
         if self.weights is not None:
@@ -102,7 +103,7 @@ class Capture:
         forward_pass: the pass whose batch is sampled.
         drawing: the sampler's filtered probabilities; None if no row asks for the tokens that the sampler
             could draw.
-        sets: each row's set at its threshold p; None if no row has a threshold.
+        sets: each row's set at its threshold p (`top_logprobs_p`); None if no row has a threshold.
         drawn: the sets of tokens that the sampler could draw; None if no row asks for such a set.
     """
 

@@ -237,7 +237,10 @@ class VerifiedSets:
     is_inside: Tensor | None
 
     def settled(self) -> VerifiedSets:
-        """Return a copy of this object with complete sets on the device. Wait for the device if necessary."""
+        """Return a copy of this object in which no set is in a staging area (`scheduler.gpu_staging`).
+
+        If some sets are in a staging area, this method waits for the device.
+        """
         return replace(
             self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
         )
@@ -255,6 +258,8 @@ class VerifiedSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
+
+        An `Entry` (`scheduler_messages`) holds a token's set, or the reason why the set is missing.
 
         SGLang may append only some of the accepted tokens, because a stop condition or a grammar can end the
         request earlier. The n-th appended token must equal the request's n-th accepted token. If these two

@@ -1,9 +1,9 @@
 """SampleEndpoint: serve one `POST /rollouts` or `POST /scores` request.
 
-The route returns a `SampleEndpoint` as its Starlette response. When Starlette calls this response, it reads
-the request body, runs the request, and sends the answer. So it knows exactly how long the request is in
-flight, and it notices a disconnect of the caller while the engine generates. Starlette's StreamingResponse
-would leave the generator of a broken stream open until the generator is garbage-collected.
+The route returns a `SampleEndpoint` as its Starlette response. When Starlette calls this response, the
+response reads the request body, runs the request, and sends the answer. So the response knows exactly how
+long the request is in flight, and notices if the caller disconnects while the engine generates. Starlette's
+StreamingResponse would leave the generator of a broken stream open until the generator is garbage-collected.
 """
 
 from __future__ import annotations
@@ -261,9 +261,10 @@ class SampleEndpoint(Response):
     async def _send_error(self, send: Send, error: SglangToppError) -> None:
         """Send the error as the response, or as the last message of a stream that has started.
 
-        Clients reject a stream that lacks its last message. A JSON response that has begun cannot report an
-        error, because its status is already sent. If a JSON response fails after it has begun, it stays
-        incomplete, and uvicorn closes the connection.
+        If the sidecar cannot send the last message in time, the stream ends without one. Clients still notice
+        the failure, because they reject a stream that lacks its last message. A JSON response that has begun
+        cannot report an error, because its status is already sent. If a JSON response fails after it has
+        begun, it stays incomplete, and uvicorn closes the connection.
         """
         if self._is_started:
             if self._is_stream:

@@ -35,8 +35,8 @@ _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
 # The maximum number of long messages (over 1 MiB) that the sidecar reads from the engine at the same time.
-# Each of these messages holds one sample. `MemoryLimit` counts a sample's memory only after the sidecar has
-# read the sample.
+# Each of these messages holds one sample. The sidecar's memory limit (`MemoryLimit`) counts a sample only
+# after the sidecar has read the sample, so this maximum bounds the memory that is not counted yet.
 _MAX_LONG_MESSAGES = 4
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
@@ -138,8 +138,8 @@ class EngineClient:
         try:
             for wanted in request.wanted:
                 tasks.append(asyncio.create_task(one(wanted)))
-                # Encoding a prompt takes a millisecond. Let other tasks run after each prompt, so that a
-                # thousand prompts do not block the event loop.
+                # Encoding the engine request for a prompt takes a millisecond. Let other tasks run after each
+                # prompt, so that a thousand prompts do not block the event loop.
                 await asyncio.sleep(0)
             running = len(tasks)
             while running:

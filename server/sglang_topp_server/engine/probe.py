@@ -53,7 +53,7 @@ class EngineStatus:
         model_path, sglang_version, weight_version: the values that the engine reported. A gateway reports the
             values of one of its workers.
         patch: the patch set's report of its state; empty if the engine sent no report, or returned no
-            candidate set.
+            candidate set for the probe's test request.
         model: the sizes of the engine's model, such as its vocabulary size; None if the engine did not report
             the sizes. The sidecar checks requests against these sizes.
     """

@@ -100,7 +100,7 @@ class BodyReader:
     async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
         """Reserve `num_bytes` of memory until the `async with` block ends.
 
-        Bodies get memory in their order of arrival, so that no body waits forever.
+        Bodies get memory in their order of arrival, so that small bodies do not overtake a large one.
         """
         if self._waiting or num_bytes > self._free_bytes:
             turn = asyncio.get_running_loop().create_future()

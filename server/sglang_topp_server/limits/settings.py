@@ -19,7 +19,8 @@ class Limits:
     Attributes:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
             flight from the last byte of its body to the last byte of its answer.
-        max_samples: maximum number of samples per request: prompts times `n`.
+        max_samples: maximum number of samples per rollout request, over all prompts. Also the maximum number
+            of sequences per score request.
         max_body_bytes: maximum bytes of one request body. The sidecar reserves memory for each body larger
             than 64 KiB: at most four times `max_body_bytes` for all bodies together. A body that needs more
             memory than is free must wait.

@@ -40,7 +40,8 @@ _ENGINE_ENV_DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    The command needs no option for the patch set, because SGLang loads installed plugins automatically.
+    The command needs no option for the patch set. The patch set is an installed plugin of SGLang, and SGLang
+    loads installed plugins automatically.
     `sglang_with_env_key` reads the engine's key from the environment.
 
     Args:

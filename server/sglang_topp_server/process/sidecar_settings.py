@@ -20,7 +20,7 @@ class Settings:
         engine_api_key: the key that the sidecar sends to the engine, or None if the engine needs no key.
         limits: the sidecar's limits.
         ready_timeout_s: maximum seconds from the engine's start until the engine is ready. The limit applies
-            only to an engine that `serve` starts.
+            only to an engine that `sglang-topp serve` starts.
         grace_s: seconds that requests in flight may continue after a signal. After the sidecar has stopped,
             the engine has another `grace_s` seconds to end.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.

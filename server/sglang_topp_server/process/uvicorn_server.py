@@ -14,9 +14,9 @@ from sglang_topp_server.process.sidecar_settings import Settings
 
 __all__ = ["Server"]
 
-# Seconds after which uvicorn closes an idle connection. The keep-alive timeouts of clients and load balancers
-# are shorter than uvicorn's. Therefore, the client or the load balancer closes an idle connection before
-# uvicorn does.
+# Seconds after which uvicorn closes an idle connection. A request fails if uvicorn closes the connection just
+# as the request arrives. Most clients and load balancers have shorter keep-alive timeouts, so they close an
+# idle connection before uvicorn does.
 _KEEP_ALIVE_S = 75
 
 

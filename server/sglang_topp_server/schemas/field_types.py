@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Fields that may hold millions of ids have the type `Any`, so that Pydantic does not check each element.
-# `requests.plan_generate` checks the elements, and names an invalid element in its error.
+# `sglang_topp_client.requests.prompts` checks the elements, and names the invalid prompt in its error.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXTS_OR_IDS = [
     {"type": "string"},

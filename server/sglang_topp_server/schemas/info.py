@@ -44,7 +44,8 @@ class PatchInfo(BaseModel):
     """The state of the engine's patch set. The sidecar copies `version` and `seams` from the engine's report.
 
     The keys of `seams` are the names of the SGLang functions and classes that the patch set depends on. Each
-    value is `"holds"` if the function or class passed the check, and otherwise describes the problem.
+    value is `"holds"` if the function or class is as the patch set expects, and otherwise describes the
+    problem.
     """
 
     active: bool

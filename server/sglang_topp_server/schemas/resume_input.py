@@ -37,6 +37,8 @@ def read_rollouts(records: Any) -> list[Rollout]:
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
     """Return a copy of each request in `wanted`, with `resumed_tokens` set from the request body.
 
+    `resumed_tokens` is the number of token ids at a prompt's end that belong to an earlier answer.
+
     Args:
         given: the body's `resumed_tokens`, which is one number for all requests, or a list with one number
             per request. If `given` is None, the function returns the requests unchanged.

@@ -15,7 +15,11 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 
 
 class ScoresBody(BaseModel):
-    """The body of `POST /scores`. A score needs no sampling, so the body has no `top_logprobs_source`."""
+    """The body of `POST /scores`.
+
+    In `POST /rollouts`, `top_logprobs_source` can select the tokens that the engine's sampler could draw.
+    Scoring uses no sampler, so this body has no `top_logprobs_source`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

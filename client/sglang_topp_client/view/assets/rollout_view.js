@@ -53,8 +53,8 @@ export async function drawRollout(view, row, position) {
   function select(next, block = "nearest") {
     shown.position = Math.max(0, Math.min(next, detail.ids.length - 1));
     if (!detail.ids.length) return;
-    // On a phone, the candidate panel is below the tokens, so a new panel height moves the tokens. Draw the
-    // panel before scrolling to the token.
+    // On a phone, the candidate panel is below the tokens. A new panel height changes the height of the page,
+    // and the browser may then scroll. Draw the panel before scrolling to the token.
     drawCandidates(panel, detail, shown.position);
     for (const flow of flows) if (shown.position < flow.detail.ids.length) flow.select(shown.position, block);
     // The page's address may already name another rollout, although the hashchange event has not arrived yet.

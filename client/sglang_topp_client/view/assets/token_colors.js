@@ -1,8 +1,9 @@
 // Token colors: the metrics that color tokens, the levels of each metric, and the CSS class of each level.
 
-/** The metrics that color tokens, by name. A metric's function `level` maps a token's value to a color level from 0
- * to 6, and the CSS classes `c0` to `c6` color the tokens of these levels. Nearly certain tokens have level 0, which
- * has no color. If a value equals the bound between two levels, the lower of the two levels applies. */
+/** The metrics that color tokens, by name. A metric's function `level` maps a token's value to a color level
+ * from 0 to 6, and the CSS classes `c0` to `c6` color the tokens of these levels. Level 0 has no color. If a
+ * value equals the bound between two levels, the lower of the two levels applies. A metric with `diverging`
+ * has no function `level`. Its levels follow `DIVERGING_BOUNDS`, and its CSS classes are `d0` to `d6`. */
 export const METRICS = {
   mass: {
     label: "kept mass",

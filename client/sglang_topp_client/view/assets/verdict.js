@@ -1,5 +1,6 @@
-// The verdict at the top of the page. It says whether to train on the rollouts: not if a generated token lacks
-// its candidate set. It also says how much probability top-p removed, and therefore whether to replay the sets.
+// The verdict at the top of the page. If a generated token lacks its candidate set, the verdict warns against
+// training on the token. Otherwise, the verdict says how much top-p changes the importance ratios, and
+// therefore whether the trainer must score the policy over the candidate sets (replay).
 
 import { el } from "./dom.js";
 import { count, fixed, percent, whole } from "./number_format.js";

@@ -19,7 +19,7 @@ class Internals(Protocol):
     # -- Hooks in the scheduler call the following methods.
 
     def carry(self, top_logprobs_nums: list[int], batch: Any, forward_batch: Any) -> None:
-        """Replace `top_logprobs_nums` of a forward pass.
+        """Replace the list `top_logprobs_nums` in the batch objects that a forward pass reads.
 
         Args:
             top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`. The list's attribute
@@ -63,8 +63,9 @@ class Internals(Protocol):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Return a (module, attribute name) pair for each sampling kernel that `eagle_sample` looks up.
 
-        If a kernel's module is not imported, the kernel's pair has None in place of the module. On a device
-        without a sampling kernel, the module may lack the attribute.
+        SGLang's `eagle_sample` verifies the tokens of speculative decoding. If a kernel's module is not
+        imported, the kernel's pair has None in place of the module. On a device without a sampling kernel,
+        the module may lack the attribute.
         """
 
     def sanitizes_logits(self) -> bool:

@@ -31,7 +31,9 @@ class Sglang0514(Sglang0515):
     """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have it."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """If a request has `KEY` or `PROMPT_KEY` in `customized_info`, add that key to all requests.
+        """If a request has a key of candidate sets in `customized_info`, add that key to all requests.
+
+        `KEY` and `PROMPT_KEY` are the keys of candidate sets.
 
         SGLang sends the values of a `customized_info` key only for the requests that have the key. SGLang's
         `TokenizerManager` looks up each request's value by the request's position in the whole batch. If one
