@@ -116,9 +116,9 @@ _TOO_DEEP = "a body nested too deep to be read"
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# The application's state holds the `HttpProcess`, the state that the hooks share, in the attribute with this
-# name. `Guard` cannot take the `HttpProcess` as an argument: in SGLang's HTTP workers, `worker_app` installs
-# `Guard`, and has no access to the `HttpProcess`.
+# `Guard` reads the `HttpProcess`, which all hooks of the process share, from this attribute of `app.state`.
+# `Guard` cannot take the `HttpProcess` as an argument, because SGLang's HTTP workers get `Guard` from
+# `worker_app`, which has no access to the `HttpProcess`.
 _PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
