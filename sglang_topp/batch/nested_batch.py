@@ -77,7 +77,7 @@ class _Field:
 
 @dataclass(frozen=True, eq=False)
 class NestedBatch:
-    """A batch whose compressed fields are stored without padding, as kept values and masks.
+    """A batch whose padded fields are stored without padding, as kept values and masks.
 
     `nest_batch` creates a NestedBatch, and `unnest_batch` restores the padded batch. The batch is immutable
     and picklable. `batch[a:b]`, `take`, and `chunk` select rows. `nest_batch` does not copy tensors that it
@@ -173,29 +173,29 @@ class NestedBatch:
         jagged values into a padded tensor again, call `padded`.
 
         Raises:
-            InvalidInputError: `name` is not a compressed field.
+            InvalidInputError: `name` is not a field that is stored without padding.
         """
         field, layout = self._nested_field(name)
         values = torch.from_numpy(widened(field.values, field.dtype).copy()).view(field.dtype)
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Return `values` as a padded tensor, with 0 wherever the compressed field `like` has no value.
+        """Return `values` as a padded tensor, with 0 wherever the field `like` has no value.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
                 `[B, ragged, *rest]`, or a flat tensor `[n, *rest]`.
-            like: the name of a compressed field. `padded` writes the i-th new value to the row and column of
-                the i-th value of `jagged(like)`.
+            like: the name of a field that is stored without padding. `padded` writes the i-th new value to
+                the row and column of the i-th value of `jagged(like)`.
 
         Returns:
             `[B, W, *rest]` on the device of `values`, and differentiable in `values`. W is the width of the
             whole batch, even if this NestedBatch holds only some of the batch's rows.
 
         Raises:
-            InvalidInputError: `like` is not a compressed field, or `values` has more or fewer values than
-                `jagged(like)`. If one row of a jagged tensor has the wrong length, the error message names
-                this row.
+            InvalidInputError: `like` is not a field that is stored without padding, or `values` has more or
+                fewer values than `jagged(like)`. If one row of a jagged tensor has the wrong length, the
+                error message names this row.
         """
         _, layout = self._nested_field(like)
         lengths = np.diff(layout.offsets)

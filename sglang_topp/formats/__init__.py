@@ -14,9 +14,7 @@ float32, and token ids are int32.
 """
 
 from sglang_topp.formats.candidate_sets_binary import pack, pack_base64, pack_parts, unpack, unpack_base64
-from sglang_topp.formats.join_stream_chunks import merge_stream_chunks
-from sglang_topp.formats.sglang_and_vllm_masks import decode_sampling_mask
-from sglang_topp.formats.sglang_meta_info import (
+from sglang_topp.formats.candidate_sets_meta_info import (
     NO_DISTRIBUTION,
     Side,
     decode_prompt_top_p,
@@ -24,6 +22,8 @@ from sglang_topp.formats.sglang_meta_info import (
     encode_top_p,
     has_top_p,
 )
+from sglang_topp.formats.join_stream_chunks import merge_stream_chunks
+from sglang_topp.formats.sglang_and_vllm_masks import decode_sampling_mask
 from sglang_topp.formats.sglang_top_k_logprobs import decode_top_k, encode_top_k
 
 __all__ = [

@@ -33,6 +33,7 @@ from sglang_topp.candidates.csr_operations import first_true, offsets_of, rows_o
 from sglang_topp.candidates.validation import LOWEST, as_float32, check_distinct
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats import output_token_logprobs
+from sglang_topp.formats.candidate_sets_meta_info import Side
 from sglang_topp.formats.field_parsing import (
     FLOAT32,
     INT32,
@@ -48,7 +49,6 @@ from sglang_topp.formats.field_parsing import (
     renaming_errors,
     token_ids_of,
 )
-from sglang_topp.formats.sglang_meta_info import Side
 
 __all__ = ["decode_top_k", "encode_top_k", "merge_top_k"]
 

@@ -1,7 +1,7 @@
 """Compute scores over candidate sets from the candidates' logits alone, not from all logits.
 
-Shape legend: T positions, H hidden size, V ids held by this rank, n candidates at all positions together, A
-positions with two or more candidates. Of the candidates at these A positions, this rank holds m.
+Shape legend: T positions, H hidden size, V ids held by this rank, n candidates at all positions together.
+There are A positions with two or more candidates. Of their candidates, this rank holds m.
 
 A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
 logits, instead of all logits, reduces the work from T * V * H to n * H, and the memory from T * V to n.

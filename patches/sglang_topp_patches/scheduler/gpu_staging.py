@@ -7,7 +7,7 @@ into the staging area, the host extracts these sets again from the log-probs, an
 
 Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
 sets. The memory of the kept log-probs counts against the limits (`memory.budget`). When the scheduler
-processes the results, this module can still read the original value of every kept log-prob:
+processes the results, this module can still read the original log-probs, for three reasons:
 
 - SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
   processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.

@@ -5,10 +5,9 @@ request's next token. When the HTTP process receives the error message, it ends 
 scheduler does not end the request itself: only one tensor-parallel rank knows that a request exceeded a
 limit, but all ranks must end a request in the same step.
 
-The scheduler counts candidates with `memory.budget.Account`. The scheduler starts to count a request's
-candidates at the request's first set. The scheduler stops counting when it sends the request's last output,
-or when it refuses the request. The scheduler also stops counting when it aborts a retracted request in a
-queue. If none of these events occurs, the scheduler stops counting when SGLang's `Req` object is freed.
+A request's candidates count against the limits (`memory.budget.Account`) from the request's first set until
+the scheduler sends the request's last output, refuses the request, or aborts the request in a queue after a
+retraction. If none of these events occurs, they count until SGLang's `Req` object is freed.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ class VerifiedSets:
         weight_version: the weight version with which the verification ran.
         sets: each slot's set at the threshold p of the slot's request, S sets in all; None if no request has
             a threshold.
-        drawn: for each slot of each request in `rows.drawn`, the set of tokens that SGLang's sampling kernel
-            could draw; None if `rows.drawn` is empty.
+        drawn: for each slot of each request with the source `"sampler"`, the set of tokens that SGLang's
+            sampling kernel could draw; None if there is no such request. `rows.drawn` lists these requests.
         token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
         accept_lens: int32 [R], the number of tokens that the verification accepted for each request.
         is_inside: bool [S], one value for each slot of the requests in `asking`. The value is False if the

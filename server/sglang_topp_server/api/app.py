@@ -17,9 +17,9 @@ from starlette.exceptions import HTTPException
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
 from sglang_topp_client.view.fill_html_template import content_security_policy
 from sglang_topp_server.api.auth import ApiKeyMiddleware
-from sglang_topp_server.api.endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint import SampleEndpoint
+from sglang_topp_server.api.sample_endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
 from sglang_topp_server.api.stream_encoding import NDJSON
 from sglang_topp_server.engine.client import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status

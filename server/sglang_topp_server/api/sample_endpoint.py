@@ -28,9 +28,9 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.transport.trace_context import forward_trace
-from sglang_topp_server.api.endpoint_spec import EndpointSpec, place_of
 from sglang_topp_server.api.json_chunks import SampleJson, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
+from sglang_topp_server.api.sample_endpoint_spec import EndpointSpec, place_of
 from sglang_topp_server.api.stream_encoding import Encoding, JsonLines, accepted_encoding, encode
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
