@@ -11,7 +11,7 @@
     ├── PatchError                             the patch set does not fit the engine's SGLang
     └── RequestError                           a request to a server failed
         ├── TransportError                     no complete answer: refused, reset, or cut off
-        │   └── RequestTimeoutError            the caller's own time limit passed
+        │   └── RequestTimeoutError            the caller's own time limit expired
         ├── WeightPushError                    engines may have different weights; `.weight_versions`
         └── ResponseError                      the server answered with an error; `.status`, `.body`
             ├── BadRequestError                4xx except 401, 403, and 429: do not retry

@@ -67,7 +67,7 @@ class AsyncRolloutClient:
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
         kind: whether the servers at `base_url` are sidecars or patched SGLang servers. With `"auto"`, the
-            client determines the kind with one `GET /info`.
+            client determines the kind with one `GET /info` to each server.
         api_key: the key, sent as a bearer token. The client follows no redirects, so no other server gets the
             key.
         engine_api_key: the bearer token for `engine_url`, for example SGLang's `--admin-api-key`. The default
@@ -232,7 +232,7 @@ class AsyncRolloutClient:
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`.
                 This rollout holds everything generated so far and can be resumed. `"resume"` continues the
                 sample, as often as needed, once the engine accepts requests again. `"resume"` requires
-                `max_new_tokens`.
+                `max_new_tokens`. After `abort` in this client, `"resume"` raises an AbortedError too.
             timeout_s: the time limit of the whole call, including retries; None for no limit.
             progress: whether to show a progress line. If stderr is not a terminal, the client never shows the
                 line. With None, the client shows the line for batches that take over two seconds, unless the
@@ -443,7 +443,7 @@ class AsyncRolloutClient:
                 output tokens form the sequence.
             top_logprobs_p: the threshold p of the candidate sets, one for all sequences or one per sequence.
                 With None or 0, the scores have no sets. `score` has no argument `top_logprobs_source`,
-                because no sampler drew these tokens.
+                because scoring uses no sampler.
             start: the first scored position, at least 1; one for all sequences or one per sequence. The
                 default is 1 or, for a Rollout, the position of its first generated token. Position 0 cannot
                 be scored, because no token precedes it. If `start` is the sequence's length, no position is
@@ -504,9 +504,9 @@ class AsyncRolloutClient:
         receive the abort, the client closes the samples' connections, and the engine then aborts the samples.
         If the caller cancels the wait, the client still sends the abort.
 
-        If this client runs no request with this `request_id`, the client asks every server to abort the
-        request. `request_id` may therefore also be the engine's id of a sample (`Rollout.request_id`), or an
-        id that another client sent to a sidecar.
+        If this client runs no request with this `request_id` on this event loop, the client asks every server
+        to abort the request. `request_id` may therefore also be the engine's id of a sample
+        (`Rollout.request_id`), or an id that another client sent to a sidecar.
         """
         check_request_id(request_id)
         await self._runner.abort(request_id)

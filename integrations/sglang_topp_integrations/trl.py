@@ -29,7 +29,7 @@ import torch.distributed as dist
 import trl
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
@@ -93,7 +93,7 @@ class SGLangRollouts:
                 f"sampling_params: got {describe(min(others))}, expected only {', '.join(_SAMPLING)};"
                 " GRPOConfig sets the sampler, and a policy cannot be scored under penalties or a bias"
             )
-        self._pushed_step: int | None = None
+        self._pushed_evaluation: object | None = None
         self._version, self._num_pushes = "", 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -148,11 +148,9 @@ class SGLangRollouts:
     def _push_weights(self, trainer: Any) -> str:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
-        # All batches of an evaluation share one weight push, because the step does not change between the
-        # batches. In training, every generation pushes the weights, even if the last push had the same step.
-        # TRL counts steps from 0 again in each call of `train`, so two pushes can have the same step but
-        # different weights.
-        if not trainer.model.training and step == self._pushed_step:
+        # In training, every generation pushes the weights. All batches of an evaluation share one push.
+        is_training = trainer.model.training
+        if not is_training and trainer.evaluation is self._pushed_evaluation:
             return self._version
         # FSDP gathers the weights from all processes, so every process must call `get_state_dict`.
         weights = accelerator.get_state_dict(trainer.model)
@@ -170,7 +168,7 @@ class SGLangRollouts:
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
-        self._pushed_step = step
+        self._pushed_evaluation = None if is_training else trainer.evaluation
         return self._version
 
 
@@ -217,6 +215,12 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
                 _add_candidate_head(model, self.temperature)
         self._sets: list[CandidateSets] = []
         self._rows: _ScoredRows | None = None
+        self.evaluation = object()
+        """Identifies the last evaluation, so that its batches share one weight push."""
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.evaluation = object()
+        return super().evaluation_loop(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -286,6 +290,11 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
             with self.accelerator.autocast():
                 scores.append(model(**inputs, candidate_rows=rows, compute_entropy=compute_entropy))
         logprobs = torch.cat([each["logprobs"] for each in scores])
+        if logprobs.itemsize < 4:
+            raise InvalidInputError(
+                f"model: it returned log-probs in {logprobs.dtype}, expected float32; if you wrap the model"
+                " in FSDP yourself, use a MixedPrecisionPolicy without output_dtype"
+            )
         if not compute_entropy:
             return logprobs, None, None
         self._log_replay(rows, logprobs)
@@ -345,12 +354,16 @@ def _add_candidate_head(model: Any, temperature: float) -> None:
         rows = candidate_rows
         states = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state
         head = self.get_output_embeddings()
+        if isinstance(head, FSDPModule):
+            # If the head is an FSDP group of its own, FSDP gathers its weight only before its own `forward`,
+            # and this branch does not call `forward`.
+            head.unshard()
         scores = candidate_logprobs(
             states[:, -rows.is_scored.shape[1] - 1 : -1][rows.is_scored],
-            _whole(head.weight),
+            head.weight,
             rows.targets,
             rows.tensors,
-            bias=_whole(head.bias),
+            bias=head.bias,
             temperature=temperature,
             softcap=getattr(config, "final_logit_softcapping", None),
             logit_scale=_logit_scale(config),
@@ -366,10 +379,6 @@ def _add_candidate_head(model: Any, temperature: float) -> None:
         return answer
 
     model.forward = MethodType(forward, model)
-
-
-def _whole(parameter: Any) -> Any:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _logit_scale(config: Any) -> float:
@@ -445,12 +454,30 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise InvalidInputError if replay does not support the trainer's model or dataset."""
-    if trainer.is_deepspeed_enabled:
-        raise InvalidInputError(
-            "deepspeed: got a sharded model, expected one process, DDP, or FSDP: not tested"
-        )
-    if trainer.is_fsdp_enabled and (version := trainer.accelerator.state.fsdp_plugin.fsdp_version) != 2:
-        raise InvalidInputError(f"fsdp_config: got version {version}, expected 2: not tested")
+    state = trainer.accelerator.state
+    parallelism, fsdp = (getattr(state, name, None) for name in ("parallelism_config", "fsdp_plugin"))
+    parallel = parallelism and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled)
+    for problem, is_met in (
+        ("deepspeed: got a config, expected DDP or FSDP2: not tested", trainer.is_deepspeed_enabled),
+        ("fsdp_config: got version 1, expected 2: not tested", fsdp and fsdp.fsdp_version != 2),
+        (
+            "fsdp_config: got cpu_ram_efficient_loading and a reference model (beta), expected one of them:"
+            " TRL loads the reference model's weights in one process only",
+            fsdp and fsdp.cpu_ram_efficient_loading and trainer.ref_model is not None,
+        ),
+        (
+            "model: got one that transformers shards while it loads, expected a whole model for DDP or FSDP2:"
+            " a weight push would need all processes",
+            trainer.is_distributed_loading_by_transformers,
+        ),
+        (
+            "parallelism_config: got tensor, context, or sequence parallelism, expected data parallelism:"
+            " each process samples its own completions",
+            parallel,
+        ),
+    ):
+        if is_met:
+            raise InvalidInputError(problem)
     if trainer.aux_loss_enabled:
         raise InvalidInputError(
             f"router_aux_loss_coef: got {trainer.router_aux_loss_coef}, expected 0: the candidate head"

@@ -14,8 +14,7 @@ TransferQueue, verl's store for training data, carries the field `candidate_sets
 
 A trajectory has one request for each turn, and one more for each continuation of an interrupted turn.
 
-Shape legend: B is the number of rows in a micro-batch, T the number of tokens in all rows, and V the
-vocabulary size.
+Shape legend: B is the number of rows in a micro-batch, and T the number of tokens in all rows.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ SUPPORTED_VERL = ("0.9.1",)
 may change between releases."""
 
 FIELD = "candidate_sets"
-"""The key of the candidate sets in `TokenOutput.extra_fields` and in TransferQueue.
+"""The key of the candidate sets in the `extra_fields` of verl's `TokenOutput`, and in TransferQueue.
 
 The sets are stored as the bytes that `sglang_topp.formats.pack` returns. If a trajectory has no sets,
 TransferQueue carries a text that says why the sets are absent.

@@ -3,9 +3,9 @@
 SGLang carries the messages in its field `customized_info`. A `PackedSet` holds the candidate set of one
 position as bytes. Each generated token has one `Entry`, which holds the token's `PackedSet`, or the reason
 why the set is missing. Each scored prompt position has a `PackedSet` without an `Entry`. Bytes pickle fast,
-and they are a copy: a NumPy view would keep the arrays of the whole batch in memory. The format of `Entry`
-and `PackedSet` may change in any version of this package, because the scheduler and the HTTP process run the
-same version. This module also defines the names of the request fields that ask for candidate sets.
+and do not keep the arrays of the whole batch in memory, as NumPy views would. The format of `Entry` and
+`PackedSet` may change in any version of this package, because the scheduler and the HTTP process run the same
+version. This module also defines the names of the request fields that ask for candidate sets.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@
 502    `TransportError`: the engine is gone; `ServerError`: the engine failed; `WireError`: the
        engine's answer cannot be decoded; `RolloutError`: the engine gave up on a sample
 503    `PatchError`, `MissingCandidateSetsError`: the engine's SGLang is not patched
-503    `ServerError`, with Retry-After: the engine is not ready, is stopping, or itself answers
-       503, for example after a weight push during the request
+503    `ServerError`, with Retry-After: the sidecar is stopping, the engine is not ready, or
+       the engine itself answers 503, for example after a weight push during the request
 504    `RequestTimeoutError`
 =====  ========================================================================================
 """

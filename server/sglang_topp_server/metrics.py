@@ -78,7 +78,7 @@ class Metrics:
             `completion`. All tokens of a scored sequence count as `prompt`. A cached or scored token is
             counted twice: once as `cached` or `scored`, and once as `prompt`.
         candidates: sizes of candidate sets, one per generated or scored token.
-        engine_ready: 1 while the engine answers and its patch set is active, otherwise 0.
+        engine_ready: 1 while the engine is ready to generate and to return candidate sets, otherwise 0.
     """
 
     def __init__(self) -> None:

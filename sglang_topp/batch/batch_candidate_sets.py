@@ -2,7 +2,7 @@
 
 A row is one sample. Each position of a row has one candidate set.
 
-Shape legend: B rows, T positions in all, n candidates in all, W columns of a padded tensor.
+Shape legend: B rows, T positions in all; N rows and W columns of a padded tensor.
 """
 
 from __future__ import annotations

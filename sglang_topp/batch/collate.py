@@ -1,9 +1,9 @@
 """Collate samples of different lengths into the padded tensors of one training batch.
 
 Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i, S = max (P_i +
-R_i). The samples of `collate_sft` are whole sequences: the loss covers the last `num_actions[i]` tokens of
-sample i, and A is the maximum of `num_actions`. Every field is right-aligned, so all responses end in the
-last column::
+R_i). A sample of `collate_sft` is one sequence, and S is then the length of the longest sequence. The loss
+covers the last `num_actions[i]` tokens of sequence i, and A is the maximum of `num_actions`. Every field is
+right-aligned, so all responses end in the last column::
 
     | pad     prompt   prompt   response |
     | prompt  response response response |

@@ -111,8 +111,8 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
 def take_batch(batch: Any, rows: ArrayLike) -> Any:
     """Return the given rows of a batch, in the given order.
 
-    Candidate sets and padded tensors are returned as views if the rows are consecutive. The result includes
-    the rows' candidate sets.
+    The result includes the rows' candidate sets. Candidate sets and padded tensors are returned as views if
+    the rows are consecutive.
 
     Args:
         batch: a NestedBatch, or a dict or TensorDict that `nest_batch` accepts, with tensors on any device.

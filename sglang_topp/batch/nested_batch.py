@@ -87,9 +87,9 @@ class NestedBatch:
 
     Attributes:
         num_rows: the number of rows B.
-        dense: the uncompressed tensors with two or more dimensions. Each tensor's name maps to a text with
-            the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a`
-            has the name `a.b`.
+        dense: the uncompressed padded tensors with two or more dimensions. Each tensor's name maps to a text
+            with the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict `a` has
+            the name `a.b`.
         outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
             name maps to the number of stray values in the field. If a field has more than two dimensions, all
             stray values in the same row and column count as one. To drop the stray values, set `droppable` in
@@ -180,7 +180,7 @@ class NestedBatch:
         return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
-        """Return `values` as a padded tensor, with 0 wherever the field `like` has no value.
+        """Return `values` as a padded tensor, with 0 wherever `jagged(like)` has no value.
 
         Args:
             values: one new value for each value of `jagged(like)`, on any device: a jagged tensor
@@ -249,13 +249,13 @@ def nest_batch(
             to the name of the field's mask. Entries that are not in `fields` are not changed.
         narrow: store integers and floats in a narrower dtype, but only if that dtype holds every value
             exactly. `unnest_batch` restores the field's own dtype.
-        strict: raise an error if a tensor with two or more dimensions is not in `fields`.
+        strict: raise an error if a padded tensor with two or more dimensions is not in `fields`.
 
     Raises:
         InvalidInputError: a field or its mask is missing, is not a padded CPU tensor, or has the wrong shape.
             `nest_batch` also raises InvalidInputError if a pad value is not valid in its field's dtype, or if
-            tensors differ in their number of rows. With `strict`, a tensor with two or more dimensions that
-            is not in `fields` is an error. The message gives the shape, dtype, and size of each of these
+            tensors differ in their number of rows. With `strict`, a padded tensor with two or more dimensions
+            that is not in `fields` is an error. The message gives the shape, dtype, and size of each of these
             tensors.
     """
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}

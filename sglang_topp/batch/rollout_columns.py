@@ -1,5 +1,8 @@
 """Convert the client's `Rollout` objects to the arguments of `collate_rl`: lists with one row per rollout.
 
+`collate_rl` builds a training batch from these lists. `collate_rollouts` calls `rollout_columns` to
+convert `Rollout` objects to these lists, and then builds the same kind of batch.
+
 Shape legend: B rollouts. Rollout i has P_i prompt tokens and R_i response tokens.
 """
 

@@ -73,8 +73,8 @@ def read_rollouts(
     """Check RL samples. The arguments and errors are those of `collate_rl`.
 
     Args:
-        own_names: the names of the standard fields of `RLBatch`, the batch that `collate_rl` returns. A name
-            in `fields` must not be in `own_names`.
+        own_names: the names of the standard fields of the batch that the caller builds. A name in `fields`
+            must not be in `own_names`.
     """
     prompt_lengths, lengths = row_lengths("prompts", prompts), row_lengths("responses", responses)
     if len(lengths) != len(prompt_lengths):

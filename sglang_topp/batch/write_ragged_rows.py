@@ -1,7 +1,7 @@
 """Check rows (lists, arrays, or tensors) of different lengths, and write them into a batch's arrays.
 
-Each row is written once, from the caller's object directly into the batch's memory, without a Python loop
-over tokens.
+Each list or array is written once, from the caller's object directly into the batch's memory, without a
+Python loop over tokens. Tensors on an accelerator are first copied to the host.
 
 Shape legend: B samples, L_i tokens of sample i, W columns of a padded field.
 """
@@ -39,8 +39,8 @@ RaggedRows: TypeAlias = Sequence[Any]
 
 _INTEGERS = frozenset("bhilqBHI")
 _NUMBERS = _INTEGERS | frozenset("LQ?efdg")
-# `host_rows` converts rows of all other types to NumPy arrays. This constant exists because a union type
-# written in the `isinstance` call would be built again for every row.
+# `host_rows` keeps rows of these types, and converts all other rows to NumPy arrays. This constant exists
+# because a union type written in the `isinstance` call would be built again for every row.
 _HELD = (list, tuple, np.ndarray)
 # `_TAKES` maps the dtype of a batch's field to three values: the dtype codes that the caller's rows may have,
 # the accepted values in words for error messages, and the format code for `struct`.
@@ -66,7 +66,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Check that `values` is a 1-D array or list of integers, possibly empty. Return int64 [k].
+    """Check that `values` is a 1-D array or list of integers, possibly empty. Return a 1-D int64 array.
 
     Raises:
         InvalidInputError: `values` is not a 1-D array of integers. The error message contains
@@ -85,8 +85,8 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
     """Return int64 [B]: the length of every sample's row.
 
     Raises:
-        InvalidInputError: `rows` is empty or is not a sequence, or a row in `rows` has no length. The message
-            names the sample.
+        InvalidInputError: `rows` is empty or is not a sequence, or a row in `rows` has no length. If a row
+            has no length, the message names the sample.
     """
     try:
         num_rows = len(rows)

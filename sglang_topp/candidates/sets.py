@@ -311,7 +311,7 @@ class CandidateSets:
         """Return the sets at `positions`, in the order of `positions`. A position may occur more than once.
 
         Args:
-            positions: integers [R], from 0 to T - 1.
+            positions: a list or 1-D array of integers from 0 to T - 1.
 
         Raises:
             InvalidInputError: a position is not an integer, or is out of range.

@@ -159,7 +159,8 @@ def check_sampling_params(name: str, params: Mapping[str, Any], model: Model) ->
         model: the sizes of the engine's model.
 
     Raises:
-        InvalidInputError: the message names the parameter, its value, and what is expected.
+        InvalidInputError: a parameter has such a value. The message names the parameter, the value, and the
+            expected values.
     """
     for problem in _problems(params, model):
         raise InvalidInputError(f"{name}.{problem}")
@@ -217,8 +218,8 @@ def _stop_problems(params: Mapping[str, Any], model: Model) -> Iterator[str]:
     minimum = params.get("min_new_tokens")
     if _is_int(minimum) and minimum > 0:
         # SGLang sets the logits of all stop ids to -inf until it has generated `min_new_tokens` tokens. If no
-        # finite logit is left, the probabilities become NaN. With half of the vocabulary as the limit, finite
-        # logits are left.
+        # finite logit is left, the probabilities become NaN. This check therefore limits the stop ids to half
+        # of the vocabulary.
         if isinstance(stop_ids, Sequence) and len(set(stop_ids)) > model.vocab_size // 2:
             yield (
                 f"stop_token_ids: got {len(set(stop_ids))} with min_new_tokens {minimum}, which forbids them,"

@@ -6,7 +6,7 @@ format          read with                           written by
 top_p           decode_top_p, decode_prompt_top_p   the patched SGLang, in `meta_info` (encode_top_p)
 top_k           decode_top_k                        any SGLang (`top_logprobs_num`); encode_top_k
 native_masks    decode_sampling_mask                any SGLang (`return_sampling_mask`); vLLM
-packed          unpack, unpack_base64               pack, pack_base64 (one CandidateSets)
+packed          unpack, unpack_base64               pack, pack_base64
 ==============  ==================================  ===================================================
 
 Base64 text uses the standard alphabet, with padding. The encoded numbers are little-endian: log-probs are

@@ -108,7 +108,7 @@ def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.fl
 
 
 def not_logprobs(row: int, highest: float) -> InvalidInputError:
-    """Return the error for a row of `logprobs` whose maximum is NaN or above `MAX_LOGPROB`."""
+    """Return the error for a row of `logprobs` that holds `highest`, which is NaN or a value above 0."""
     problem = "NaN" if np.isnan(highest) else f"{highest:g}, which is above 0"
     return InvalidInputError(f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0")
 

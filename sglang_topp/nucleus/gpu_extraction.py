@@ -54,8 +54,8 @@ class StagingArea:
             their float32 log-probs.
         rows: int32 [4, B], or [4, R] from `stage_support`. Each column describes one row of log-probs by
             four numbers: the set size, the index of the set's first candidate in `entries`, an error code,
-            and the error's detail. An index of -1 means that the set did not fit in the staging area.
-            `kernel_error_codes` lists the error codes and their details.
+            and the error's detail. For a set with candidates, an index of -1 means that the set did not fit
+            in the staging area. `kernel_error_codes` lists the error codes and their details.
     """
 
     entries: Tensor

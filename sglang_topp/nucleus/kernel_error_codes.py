@@ -13,9 +13,9 @@ __all__ = ["NOT_LOGPROBS", "SAMPLED_OUT_OF_RANGE", "TOKEN_OUT_OF_RANGE", "ZERO_P
 SAMPLED_OUT_OF_RANGE = 1
 """Error code: the sampled token id of the row is outside the vocabulary."""
 NOT_LOGPROBS = 2
-"""Error code: the row of log-probs holds NaN or a value above 0.
+"""Error code: the kernel read NaN or a value above 0 in the row of log-probs.
 
-The error detail is NaN or the row's highest value, as float32 bits.
+The error detail is NaN or the highest value that the kernel read, as float32 bits.
 """
 TOKEN_OUT_OF_RANGE = 3
 """Error code: a token id with a positive weight is outside the vocabulary. The error detail is that id."""

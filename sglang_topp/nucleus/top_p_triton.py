@@ -19,6 +19,7 @@ keys. Each round compares the keys of all log-probs with several pivot keys, and
 search ends when at most one log-prob has its key in the interval, or when the interval is a single key. The
 search takes about ten rounds, and every round needs all log-probs, so the kernel keeps the log-probs in
 registers if they fit.
+
 One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
 reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does
 not recompile a kernel at a later step.
@@ -54,7 +55,7 @@ _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.co
 
 
 class Cuts(NamedTuple):
-    """Each row's nucleus cutoff and nucleus size, on the device of the rows' log-probs.
+    """Each row's nucleus cutoff and candidate set size, on the device of the rows' log-probs.
 
     Attributes:
         sizes: int32 [B], the number of candidates of each row, including the sampled token.
@@ -290,9 +291,10 @@ def _search(
     `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or more,
     unless the total probability of all values is below `limit`. In that case, every value of non-zero
     probability has a key below `high`. The search ends when at most one value has a key from `low` to
-    `high - 1`, or when `high - low` is at most 1. Then at most one value, or several equal values, have a key
-    from `low` to `high - 1`. All values higher than these have keys below `low`, so these values are in the
-    nucleus too. The search therefore returns `high` as the cutoff.
+    `high - 1`, or when `high - low` is at most 1. Then the interval holds the key of at most one value, or of
+    several equal values. All higher values have keys below `low`, so their total probability is below
+    `limit`. Every value with a key in the interval is therefore in the nucleus, and the search returns `high`
+    as the cutoff.
 
     If there are at most HELD values, the search loads all values once, and keeps them in registers. With more
     than HELD values, the search loads all values again in every round.

@@ -5,13 +5,13 @@ numbers in the content are little-endian::
 
     4 bytes     the length of the JSON, uint32
     …           the record's JSON, without its arrays
-    …           the arrays, int32 or float32; the JSON states the length of each
+    …           the arrays, int32 or float32; their lengths follow from the JSON
 
 An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
 first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
-whole numbers. For ids and set sizes, most byte planes hold only zeros. For log-probs, one byte plane holds
-mostly exponent bits. All other byte planes of ids, sizes, and log-probs are nearly random. A slow Zstandard
-level therefore saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+whole numbers. For ids and set sizes, the byte planes of the high bytes hold mostly zeros. For log-probs, one
+byte plane holds mostly exponent bits. All other byte planes of ids, sizes, and log-probs are nearly random. A
+slow Zstandard level therefore saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class FrameReader:
             block = in_bytes[start : start + _BLOCK]
             block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
-        values.flags.writeable = False  # arrays that are decoded from JSON are also read-only
+        values.flags.writeable = False  # arrays that are decoded from base64 are also read-only
         return values
 
     def _take(self, num_bytes: int, what: str) -> memoryview:

@@ -4,7 +4,7 @@ A record, the JSON object of one finished sample, has these fields::
 
     prompt_index                        the index of the prompt in the request, from 0
     sample_index                        the index of the sample among the prompt's samples, from 0
-    request_id                          the engine's id
+    request_id                          the engine's id of the sample
     prompt_ids, output_ids              lists of integers
     text                                string
     logprobs                            base64 of little-endian float32, one per output token

@@ -3,7 +3,7 @@
 A record, the JSON object of one scored sequence, has these fields::
 
     sequence_index                      the index of the sequence in the request, from 0
-    request_id                          the engine's id
+    request_id                          the engine's id of the request
     token_ids                           list of integers, the whole sequence
     start                               the first scored position
     logprobs                            base64 of little-endian float32, one per position from `start` on

@@ -81,7 +81,7 @@ class EndpointPool:
 
         After a retryable error, the call moves to another ready endpoint at once, which does not count as a
         retry. If the call has failed on every ready endpoint, it waits, and then tries all endpoints again,
-        which counts as one retry.
+        which counts as one retry. `LoadBalancer` explains when an endpoint is ready.
 
         Args:
             attempt: makes one attempt on the given endpoint.

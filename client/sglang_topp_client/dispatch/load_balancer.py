@@ -31,9 +31,10 @@ class _State(Generic[_T]):
 class LoadBalancer(Generic[_T]):
     """The load balancer of one client, within one event loop.
 
-    After a failure (no complete answer, 429, or 5xx), an endpoint gets no calls until a delay has passed.
-    Each further consecutive failure roughly doubles the delay (`delay_s`). After the delay, the endpoint gets
-    a single call as a test. If the test call succeeds, the endpoint gets calls as before.
+    After a failure (no complete answer, 429, or 5xx), an endpoint is not ready until a delay has passed.
+    Endpoints that are not ready get no calls while at least one endpoint is ready. Each further consecutive
+    failure roughly doubles the delay (`delay_s`). After the delay, the endpoint gets a single call as a test.
+    If the test call succeeds, the endpoint gets calls as before.
 
     Args:
         endpoints: one endpoint or several.

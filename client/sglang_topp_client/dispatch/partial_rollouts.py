@@ -17,11 +17,12 @@ _MAX_WAIT_S = 2.0
 
 
 class PartialRollouts:
-    """The undelivered samples of one caller's request.
+    """The undelivered samples of one call of `generate` or `resume`.
 
     Args:
-        requests: one request for each prompt, as if no sample had been started. If a prompt has an unfinished
-            rollout in `existing`, `begin` yields a request for the rollout's missing tokens instead.
+        requests: one `SampleRequest` for each prompt, as if no sample had been started. If a prompt has an
+            unfinished rollout in `existing`, `begin` yields a request for the rollout's missing tokens
+            instead.
         on_abort: `"resume"` to continue aborted samples.
         deliver: a function that takes each finished sample, and each aborted sample that is not continued.
         existing: rollouts to continue, by prompt index. A prompt with an existing rollout has one sample,

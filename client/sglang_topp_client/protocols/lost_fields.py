@@ -52,8 +52,9 @@ def field_check_requests() -> list[dict[str, Any]]:
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
     asked: list[dict[str, Any]] = [
-        # The first body asks for no candidate sets, so the engine accepts this body even if a gateway drops
-        # `return_logprob`. Without `return_logprob`, the engine refuses the other bodies, which ask for sets.
+        # The first body asks for no candidate sets. If a gateway drops `return_logprob`, the engine still
+        # accepts this body, and the answer shows that the field was lost. Without `return_logprob`, the
+        # engine refuses the other bodies, which ask for sets.
         {},
         {"top_logprobs_p": 0.01, **base64},
         {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},

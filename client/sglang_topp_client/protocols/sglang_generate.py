@@ -177,8 +177,8 @@ class StreamedExchange(ABC, Generic[_Result]):
                 f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
             )
         meta_info = read_field(chunk, "meta_info", dict)
-        # SGLang aborts all requests whose id begins with the given id, so an empty id would abort every
-        # request.
+        # The client may later abort the request by this id. SGLang matches the id in an abort as a prefix, so
+        # an empty id would abort every request.
         if not (engine_id := read_text(meta_info, "id")):
             raise WireError("id", "got an empty string, expected the engine's id of the request")
         self._engine_ids[index] = engine_id

@@ -90,7 +90,7 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 
 
 def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
-    """Return the log-probs of the tokens from `start` on, float32 [L - start].
+    """Return the log-probs of the tokens from `start` on, float32 [L - start], where L is `len(token_ids)`.
 
     `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
     `start - 1`, and has no log-prob.

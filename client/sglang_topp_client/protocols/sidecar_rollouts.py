@@ -3,8 +3,10 @@
 Request::
 
     {"prompts": [...], "sampling_params": {...} | [{...}, ...], "top_logprobs_p": p | [p, ...] | null,
-     "top_logprobs_source": "sampler", "on_abort": "return", "resumed_tokens": k | [k, ...],
-     "request_id": "...", "timeout_s": seconds | null, "stream": true}
+     "top_logprobs_source": "sampler" | ["sampler", ...], "on_abort": "return",
+     "resumed_tokens": k | [k, ...], "request_id": "...", "timeout_s": seconds | null, "stream": true}
+
+The number `k` counts the tokens at a prompt's end that an earlier request generated.
 
 The sidecar sends one message as each sample finishes, and a final message after the last sample. A truncated
 answer has no final message. Answer::

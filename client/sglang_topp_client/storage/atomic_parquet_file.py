@@ -66,7 +66,7 @@ class AtomicParquetFile:
     def write(self, rollouts: Sequence[Rollout], more_columns: Sequence[Any] = ()) -> None:
         """Write a row group of rollouts, with one `pyarrow.Array` for each additional column.
 
-        `check_rollout` must accept each rollout.
+        The caller must have checked each rollout with `rollout_columns.check_rollout`.
         """
         if rollouts:
             columns = [*to_table(rollouts).columns, *more_columns]

@@ -88,9 +88,10 @@ class MessageReader:
             self._limit.step()
 
     async def hold(self, num_bytes: int) -> None:
-        """Wait for a slot if the answer's current message is long and has no slot yet.
+        """Wait for a slot if the answer's current message has just become long.
 
-        A message is long once more than `LONG_BYTES` of the message have arrived.
+        A message is long once more than `LONG_BYTES` of the message have arrived. Later calls for the same
+        message do not wait.
 
         Args:
             num_bytes: how many bytes of the message have arrived.

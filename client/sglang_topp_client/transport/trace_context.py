@@ -1,4 +1,4 @@
-"""Trace context: forward the W3C headers `traceparent` and `tracestate` with every HTTP request of a call."""
+"""Trace context: send the W3C headers `traceparent` and `tracestate` with the client's HTTP requests."""
 
 from __future__ import annotations
 

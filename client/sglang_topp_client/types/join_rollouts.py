@@ -28,8 +28,8 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         first,
         request_id=rest.request_id,
         output_ids=np.concatenate([first.output_ids, rest.output_ids]),
-        # `rest.text` also covers the tokens that `first` generated in its last turn. The request field
-        # `resumed_tokens` told the engine how many such tokens are at the end of the prompt.
+        # `rest.text` also covers the tokens in the last turn of `first`. The client told the engine, in the
+        # request field `resumed_tokens`, how many such tokens are at the end of the prompt of `rest`.
         text=rest.text if has_more else first.text,
         logprobs=np.concatenate([first.logprobs, rest.logprobs]),
         candidates=_joined_sets(first, rest),

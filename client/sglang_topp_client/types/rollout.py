@@ -23,8 +23,8 @@ ABORT, EXTENDED = "abort", "extended"
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
 """The values of `top_logprobs_source`, a field that says which tokens a candidate set holds.
 
-With `DISTRIBUTION`, a set takes tokens, most likely first, until their total probability reaches p. With
-`SAMPLER`, a set holds all tokens that the engine's sampler could draw.
+With `DISTRIBUTION`, a token is in the set if all more likely tokens have a total probability below the
+threshold `top_logprobs_p`. With `SAMPLER`, a set holds all tokens that the engine's sampler could draw.
 """
 
 
@@ -33,6 +33,7 @@ class Rollout:
     """A sample that an engine generated from a prompt, and the candidate sets of the sample's tokens.
 
     T is the number of output tokens: the tokens that the engine generated, and those that `extend` appended.
+    P is the number of prompt tokens.
 
     Attributes:
         prompt_index: the index of the prompt in the caller's request, from 0.
@@ -55,10 +56,9 @@ class Rollout:
             `cached_tokens` covers only the first request that generated tokens.
         latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
             the latencies of all its requests are summed, without the time between the requests.
-        top_logprobs_source: the kind of the sets, `"distribution"` (tokens, most likely first, until their
-            total probability reaches p) or `"sampler"` (the tokens that the sampler could draw). This
-            attribute is None for a rollout without sets, and for a rollout whose sets come from another
-            inference engine.
+        top_logprobs_source: the kind of the sets, `"distribution"` (the nucleus at the threshold
+            `top_logprobs_p`) or `"sampler"` (the tokens that the sampler could draw). This attribute is None
+            for a rollout without sets, and for a rollout whose sets come from another inference engine.
         weight_spans: pairs `(version, number of tokens)` in output order, one for each run of tokens with the
             same weight version. The numbers add up to T. Tokens that `extend` appended have the version "".
             The generated tokens have several versions if weights were pushed while the engine was paused, or

@@ -21,8 +21,8 @@ class Grid:
     """Fixed grid points for one metric. `PositionBands` counts each value at the nearest grid point.
 
     Args:
-        points: float64 [G], the grid points in ascending order. A value below the first grid point is rounded
-            to the first grid point, and a value above the last grid point to the last grid point.
+        points: float64 [G], the G grid points in ascending order. A value below the first grid point is
+            rounded to the first grid point, and a value above the last grid point to the last grid point.
     """
 
     def __init__(self, points: NDArray[np.float64]) -> None:

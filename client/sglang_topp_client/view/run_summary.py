@@ -71,8 +71,8 @@ class RunSummary:
         self._num_aborted += rollout.finish_reason == ABORT
         self._reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            # Tokens that `Rollout.extend` appended have the weight version "". Do not count the version "",
-            # because the caller, not the engine, supplied these tokens.
+            # Tokens that `Rollout.extend` appended have the weight version "", because the caller, not the
+            # engine, supplied these tokens. If a rollout has such tokens, do not count its version "".
             if version or not rollout.appended_spans:
                 self._versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"

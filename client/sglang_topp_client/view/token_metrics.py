@@ -31,11 +31,11 @@ class TokenMetrics:
         entropy: float64 [T], the entropy of the distribution within each token's set, in nats, or NaN if
             unknown.
         log_ratio: float64 [T], the log of the importance ratio without replay: the trainer's log-prob over
-            the whole vocabulary minus the rollout's log-prob within the set. The log-ratio is NaN if the
-            trainer's log-prob is unknown.
+            the whole vocabulary minus the rollout's log-prob within the set. The log-ratio is NaN if one of
+            the two log-probs is unknown.
         log_replayed_ratio: float64 [T], the log of the importance ratio with replay: the trainer's log-prob
-            minus the rollout's log-prob, both within the set. The log-ratio is NaN if the trainer's log-prob
-            is unknown.
+            minus the rollout's log-prob, both within the set. The log-ratio is NaN if one of the two
+            log-probs is unknown.
     """
 
     sizes: NDArray[np.int64]

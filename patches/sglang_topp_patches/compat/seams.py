@@ -582,7 +582,7 @@ SEND_WITH_STATE = (
 )
 """`TokenizerManager._stream_one_response`, which yields an answer's chunks in SGLang 0.5.19 and later.
 
-SGLang passes its `ReqState` to `_stream_one_response`."""
+SGLang passes the request's state, a `ReqState`, to `_stream_one_response`."""
 
 FEW_STATUSES = (
     Seam(
@@ -729,7 +729,7 @@ SEND_BY_LOOKUP = (
 )
 """`TokenizerManager._wait_one_response`, which yields an answer's chunks in SGLang before 0.5.19.
 
-`_wait_one_response` itself looks up SGLang's `ReqState`."""
+`_wait_one_response` itself looks up the request's state, a `ReqState`."""
 
 PROMPT_TOKEN_IDS = (
     Seam(

@@ -169,8 +169,8 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
         return torch.profiler.ProfilerActivity.CPU
 
     # SGLang up to 0.5.21 calls `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls`. SGLang after 0.5.21 calls
-    # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects the classes that
-    # `get_mha_kv_pool_cls` and `get_mla_kv_pool_cls` return below.
+    # `get_kv_pool_cls`. If `get_kv_pool_cls` returns None, SGLang selects its own classes. The two older
+    # methods return these classes too.
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -159,7 +159,10 @@ class PrefillSets:
         return len(self._entries)
 
     async def wait_for_question(self, room: int, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds. Return whether a decode server asked for the bootstrap room's sets."""
+        """Wait up to `wait_s` seconds for a decode server to ask for the sets of a bootstrap room.
+
+        Return True as soon as a decode server has asked, or False if none asks in time.
+        """
         self._without_sets.discard(room)
         if room in self._questions:
             return True

@@ -114,8 +114,8 @@ class PrefillServer:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
-            first_entry: a function that returns the first token's `Entry`, which holds the token's set or the
-                reason why the set is missing, and the sets of the prompt positions.
+            first_entry: a function that returns a pair: the first token's `Entry`, and the sets of the prompt
+                positions. The `Entry` holds the token's set, or the reason why the set is missing.
         """
         if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())

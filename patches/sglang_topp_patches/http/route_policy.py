@@ -133,8 +133,8 @@ class Call:
 
     Attributes:
         path: the route.
-        account: the counter of the call's candidates, for all samples together, or None before a sample has
-            sets.
+        account: the counter of the call's candidates, for all samples together, or None until `open_account`
+            creates the counter.
         problem: the reason if the HTTP call was ended early, and "" otherwise.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
             OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.

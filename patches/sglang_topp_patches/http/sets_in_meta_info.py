@@ -370,7 +370,8 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The missing set is not the reason why the request was aborted, so report SGLang's reason.
-        # Without a status, SGLang answers with 200, although sets are missing. So also report `message`.
+        # If `reason` has no status, SGLang answers with 200, although sets are missing. So also report
+        # `message`.
         if reason.get("status_code") is None:
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}

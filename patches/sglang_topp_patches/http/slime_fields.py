@@ -4,13 +4,13 @@ slime is an RL trainer. If its option `--rollout-top-p` is not 1, slime sets `re
 `sampling_params.custom_params`. The trainer reads two arrays from the answer's `meta_info`. Each array is
 little-endian int32 in base64::
 
-    top_p_token_ids       the tokens of each nucleus and the sampled token, position after position
-    top_p_token_offsets   each position's start index, then the last position's end: T + 1 entries for T
-    tokens
+    top_p_token_ids       for each position in order, the ids of the nucleus and of the sampled token
+    top_p_token_offsets   where each position's ids start in top_p_token_ids, then where the last ids end
 
-Each log-prob in `output_token_logprobs` is renormalized over its position's nucleus. slime has its own patch
-for SGLang's sampler (`sglang-top_p.patch`), which produces the two arrays. This module replaces slime's
-patch: it encodes the exact candidate sets at the request's `top_p` as slime's two arrays.
+For T generated tokens, `top_p_token_offsets` has T + 1 entries. Each log-prob in `output_token_logprobs` is
+renormalized over its position's nucleus. slime has its own patch for SGLang's sampler
+(`sglang-top_p.patch`), which produces the two arrays. This module replaces slime's patch: it encodes the
+exact candidate sets at the request's `top_p` as slime's two arrays.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class WeightSpans:
     def name_first(self, version: str) -> None:
         """Replace the empty weight version that `add` recorded for the first token.
 
-        On a decode server, the prefill server sends the first token's weight version later than the token.
+        A decode server receives the first token's weight version later than the token itself.
         """
         rest = self._spans[1:]
         if not rest or rest[0][0] != version:

@@ -2,9 +2,9 @@
 
 If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. Each worker
 imports the application that the environment variable `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that
-launches the workers, `install` saves the variable's value, and makes the variable name this module's `app`.
-When a worker imports `app`, this module's `__getattr__` loads the plugins, and returns the application that
-the saved value names.
+launches the workers, `install` saves the variable's value, and then sets the variable to the path of this
+module's `app`. When a worker imports `app`, this module's `__getattr__` loads the plugins, and returns the
+application that the saved value names.
 """
 
 from __future__ import annotations

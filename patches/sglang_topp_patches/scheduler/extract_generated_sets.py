@@ -3,8 +3,9 @@
 In each forward pass, SGLang calls `ModelRunner.sample`, which draws the tokens and computes the log-probs
 that SGLang reports. Two hooks extract the sets in this order:
 
-1. The hook `compute_logprobs` wraps the function that computes these log-probs, and extracts the sets from
-   the log-probs. On SGLang before 0.5.16, the hook `attach_logprobs` does this instead.
+1. The hook `compute_logprobs` wraps the function that looks up these log-probs in the log-probs of the whole
+   vocabulary. The hook extracts the sets from the log-probs of the whole vocabulary. On SGLang before 0.5.16,
+   the hook `attach_logprobs` does this instead.
 2. The hook `sample` wraps `ModelRunner.sample`. After `ModelRunner.sample` returns, the hook attaches the
    extracted sets to the output of the forward pass.
 
@@ -126,8 +127,8 @@ class GeneratedSets:
         rows: the pass's rows, as recorded when SGLang built the pass's `ForwardBatch`.
         sets: each row's set at its threshold p (`top_logprobs_p`); None if no row has a threshold.
         weight_version: the version of the weights that the pass used.
-        drawn: one set for each row in `rows.drawn`, with the tokens that the sampler could draw; None if no
-            row asks for such a set.
+        drawn: for each row with `top_logprobs_source: "sampler"` (`rows.drawn`), the set of tokens that the
+            sampler could draw; None if there is no such row.
     """
 
     rows: RequestedRows

@@ -43,12 +43,13 @@ def extract(
     Args:
         process: the state of this scheduler process. `process.staging` counts the rows whose sets go to a
             staging area.
-        logprobs: float [B, V], natural log-probs. On a GPU, the returned object may read `logprobs` again
-            until the scheduler processes the results of the forward pass. Until then, the caller must not
-            change `logprobs`, except to replace -inf with the dtype's lowest value.
+        logprobs: float [B, V], the natural log-probs of B rows over a vocabulary of V tokens. On a GPU, the
+            returned object may read `logprobs` again until the scheduler processes the results of the forward
+            pass. Until then, the caller must not change `logprobs`, except to replace -inf with the dtype's
+            lowest value.
         thresholds: each row's threshold p; a row with a threshold of 0 gets an empty set.
-        sampled_ids: integer [B], each row's sampled token. A set that is not empty contains its row's sampled
-            token.
+        sampled_ids: integer [B], each row's sampled token, or the next prompt token if the row scores a
+            prompt. A set that is not empty contains this token.
         lowest: log-probs at or below this value stand for probability 0. None means the lowest value of the
             dtype of `logprobs`.
         is_taken: bool [B], on the same device as `logprobs`: whether each row gets a set. If `is_taken` is

@@ -78,7 +78,7 @@ class _Kept:
     Attributes:
         process: the state of this scheduler process. `process.in_flight` counts the memory of the kept
             tensors.
-        sampled_ids: int64 [R], each row's sampled token.
+        sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are

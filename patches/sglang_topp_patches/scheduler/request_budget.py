@@ -7,7 +7,7 @@ limit, but all ranks must end a request in the same step.
 
 A request's candidates count against the limits (`memory.budget.Account`) from the request's first set until
 the scheduler sends the request's last output, refuses the request, or aborts the request in a queue after a
-retraction. If none of these events occurs, they count until SGLang's `Req` object is freed.
+retraction. If none of these events occurs, the candidates count until SGLang's `Req` object is freed.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
 
 
 def close_account(req: Any) -> None:
-    """Stop counting a request's candidates."""
+    """Subtract all candidates of a request from the count of candidates in flight."""
     account: Account | None = getattr(req, _ACCOUNT, None)
     if account is not None:
         account.close()
 
 
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Stop counting the candidates of requests aborted in a queue: BEFORE hook on `Scheduler.abort_request`.
+    """Call `close_account` for requests aborted in a queue: BEFORE hook on `Scheduler.abort_request`.
 
     SGLang removes an aborted request from the waiting queue, and sends no more tokens for the request. But
     SGLang may keep a reference to the request for two more forward passes.

@@ -2,9 +2,8 @@
 
 The sampler filters the probabilities by top_k, top_p, and min_p. A token can be drawn if its filtered
 probability is above 0. SGLang returns filtered probabilities only for requests that set the field
-`return_sampling_mask`. For rows that ask for candidate sets, the hook `sample_from_probs` makes SGLang return
-filtered probabilities even if the request does not set this field. The hook does this only for rows with
-`top_logprobs_source: "sampler"`.
+`return_sampling_mask`. For requests with `top_logprobs_source: "sampler"`, the hook `sample_from_probs` makes
+SGLang return filtered probabilities even if the request does not set `return_sampling_mask`.
 
 SGLang returns the filtered probabilities from the same call that draws the token. So each set reflects the
 filters of the sampling backend, the order in which the filters run, and how the filters treat ties.
@@ -71,8 +70,8 @@ class Drawing:
 
         Args:
             process: as for `extraction.extract`.
-            logprobs: float [B, V].
-            sampled_ids: integer [B].
+            logprobs: float [B, V], as for `extraction.extract`.
+            sampled_ids: integer [B], as for `extraction.extract`.
             lowest: as for `extraction.extract`.
         """
         rows = _to_device(self.rows, logprobs.device)
@@ -113,8 +112,9 @@ class Capture:
     drawn: Sets | None = None
 
 
-# SGLang does not pass the `ForwardPass` to `Sampler` and `OutputLogprobProcessor`. So the hooks on these two
-# classes read the `Capture` of the current sampler call from this context variable.
+# SGLang does not pass the `ForwardPass` (the hooks' record of a forward pass) to `Sampler` and
+# `OutputLogprobProcessor`. So the hooks on these two classes read the `Capture` of the current sampler call
+# from this context variable.
 _capture: ContextVar[Capture | None] = ContextVar("sglang_topp_capture", default=None)
 
 

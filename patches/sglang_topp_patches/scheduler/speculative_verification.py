@@ -13,9 +13,9 @@ possible number: one *slot* for each level of the draft tree. The kernel draws t
 root, and each further token at the node of the last accepted draft. A slot holds the index of the node at
 which its token was drawn. A slot without a token holds the root's index, and gets no set.
 
-Shape legend: B is the number of requests, and R is the number of requests that ask for sets. A is the number
-of slots per request, and S = R * A is the number of slots of the R requests. N is the number of nodes in all
-draft trees. V is the vocabulary size.
+Shape legend: B is the number of requests. R of these requests ask for sets, and R' of the R requests have
+`top_logprobs_source: "sampler"`. Each request has A slots, so the R requests have S = R * A slots. N is the
+number of nodes in all draft trees. V is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class _Verification:
             each request accepted. `result[2]`, int32 [B, A], holds the index of the node at which each
             accepted token was drawn. SGLang writes -1 to the slots without an accepted token, and `_nodes`
             replaces -1 with the index of the tree's root.
-        is_drawn: bool [R' * A, V]. For each slot of the R' requests in `rows.drawn`, `is_drawn` marks the
-            tokens that SGLang's sampling kernel could draw. `is_drawn` is None if SGLang called no sampling
-            kernel.
+        is_drawn: bool [R' * A, V]. For each slot of the R' requests with `top_logprobs_source: "sampler"`
+            (`rows.drawn`), `is_drawn` marks the tokens that SGLang's sampling kernel could draw. `is_drawn`
+            is None if SGLang called no sampling kernel.
         is_inside: bool [S], one value for each slot of the requests in `asking`. The value is False if the
             token that SGLang's sampling kernel drew for the slot had probability 0 in the kernel's input.
             Such a token gets no set. `is_inside` is None if SGLang called no sampling kernel.
@@ -194,7 +194,7 @@ class _Verification:
 
     @staticmethod
     def _nodes(accept_index_BA: Tensor, asking: Sequence[int]) -> Tensor:
-        """Return int64 [R, A]: the indices of the draft-tree nodes that each request in `asking` accepted.
+        """Return int64 [R, A]: the node at which each slot's token was drawn, for the requests in `asking`.
 
         A slot without an accepted token gets the index of the draft tree's root node.
         """
@@ -215,10 +215,10 @@ class VerifiedSets:
         asking: the indices of the requests that ask for sets, ascending.
         width: A, the number of slots per request.
         weight_version: the weight version with which the verification ran.
-        sets: each slot's set at the threshold p of the slot's request, S sets in all; None if no request has
-            a threshold.
-        drawn: for each slot of each request with the source `"sampler"`, the set of tokens that SGLang's
-            sampling kernel could draw; None if there is no such request. `rows.drawn` lists these requests.
+        sets: each slot's set at the threshold p (`top_logprobs_p`) of the slot's request, S sets in all; None
+            if no request has a threshold.
+        drawn: for each slot of each request with `top_logprobs_source: "sampler"` (`rows.drawn`), the set of
+            tokens that SGLang's sampling kernel could draw; None if there is no such request.
         token_ids: int32 [S], the token that `eagle_sample` returned for each slot.
         accept_lens: int32 [R], the number of tokens that the verification accepted for each request.
         is_inside: bool [S], one value for each slot of the requests in `asking`. The value is False if the

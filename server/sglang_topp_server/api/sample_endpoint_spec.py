@@ -1,7 +1,7 @@
 """EndpointSpec: the body parser, request check, JSON field names, and media type of one route.
 
-`ROLLOUTS` describes `POST /rollouts`, and `SCORES` describes `POST /scores`. The two routes differ only in
-the values of these two objects.
+`ROLLOUTS` describes `POST /rollouts`, and `SCORES` describes `POST /scores`. The class `SampleEndpoint`
+serves both routes, and takes the route's `EndpointSpec` as an argument.
 """
 
 from __future__ import annotations

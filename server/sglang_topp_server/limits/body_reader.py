@@ -18,7 +18,7 @@ __all__ = ["BodyReader", "DisconnectedError"]
 # The sidecar reserves no memory for a body of at most this many bytes, because uvicorn buffers 64 KiB of any
 # body anyway.
 _UNCOUNTED_BYTES = 1 << 16
-# The maximum memory that all bodies together may reserve, as a multiple of `max_body_bytes`.
+# The maximum memory that all bodies together may reserve, as a multiple of `Limits.max_body_bytes`.
 _MAX_LARGEST_BODIES = 4
 
 
@@ -50,7 +50,7 @@ class BodyReader:
 
         Raises:
             BadRequestError: the body exceeds `max_body_bytes` (413) or arrives too slowly (408).
-            OverloadedError: no memory was free within `max_stall_s`.
+            OverloadedError: too little memory was free for `Limits.max_stall_s` seconds.
             DisconnectedError: the caller disconnected.
         """
         content_length = _content_length(headers)

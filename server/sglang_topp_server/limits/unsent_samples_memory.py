@@ -73,7 +73,10 @@ class MemoryLimit:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """Yield a new request's `MemoryShare`, and stop counting its bytes when the `with` block ends."""
+        """Yield a new request's `MemoryShare`.
+
+        When the `with` block ends, the share's bytes are subtracted from the total of all requests.
+        """
         share = MemoryShare(self)
         self._shares.add(share)
         try:

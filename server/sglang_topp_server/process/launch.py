@@ -41,8 +41,8 @@ def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) 
     """Return the command that starts SGLang.
 
     The command needs no option for the patch set. The patch set is an installed plugin of SGLang, and SGLang
-    loads installed plugins automatically.
-    `sglang_with_env_key` reads the engine's key from the environment.
+    loads installed plugins automatically. The command also needs no option for the engine's API key. It runs
+    SGLang through the module `sglang_with_env_key`, which reads the key from the environment.
 
     Args:
         model_path: a path or model name that SGLang accepts.

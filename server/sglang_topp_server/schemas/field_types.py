@@ -120,4 +120,4 @@ class SampleBody(Protocol):
 
     @property
     def wanted(self) -> Sequence[SampleRequest]:
-        """One `SampleRequest` for each prompt."""
+        """One `SampleRequest` for each prompt, or for each sequence to score."""

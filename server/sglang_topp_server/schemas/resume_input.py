@@ -35,7 +35,7 @@ def read_rollouts(records: Any) -> list[Rollout]:
 
 
 def read_resumed_tokens(given: Any, wanted: Sequence[SampleRequest]) -> list[SampleRequest]:
-    """Return a copy of each request in `wanted`, with `resumed_tokens` set from the request body.
+    """Return a copy of each `SampleRequest` in `wanted`, with its `resumed_tokens` set from `given`.
 
     `resumed_tokens` is the number of token ids at a prompt's end that belong to an earlier answer.
 

@@ -17,7 +17,8 @@ __all__ = ["ScoreRecord", "ScoresAnswer", "ScoresBody", "parse_scores"]
 class ScoresBody(BaseModel):
     """The body of `POST /scores`.
 
-    In `POST /rollouts`, `top_logprobs_source` can select the tokens that the engine's sampler could draw.
+    In `POST /rollouts`, `top_logprobs_source` can request candidate sets of the tokens that the engine's
+    sampler could draw.
     Scoring uses no sampler, so this body has no `top_logprobs_source`.
     """
 

@@ -14,12 +14,12 @@ __all__ = ["random_rows"]
 ROWS, PROMPT, WIDTH = 3, 4, 6
 
 
-def random_rows(vocab_size: int, *, set_size: int = 8) -> tuple[_ScoredRows, Tensor]:
+def random_rows(vocab_size: int, *, set_size: int = 8, seed: int = 0) -> tuple[_ScoredRows, Tensor]:
     """Return the rows, and `input_ids` [3, 10] whose last 6 tokens are the completions.
 
     The second completion has 4 tokens, and the third is masked as a whole.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     ids = rng.integers(1, vocab_size, (ROWS, PROMPT + WIDTH))
     lengths = [WIDTH, 4, WIDTH]
     sets = []

@@ -43,7 +43,7 @@ class MicroBatch:
     old_logprobs: Tensor
     """float32 [B, C]"""
     full_logprobs: Tensor
-    """float32 [B, C]: over the whole vocabulary, by TRL's own head."""
+    """float32 [B, C]: over the whole vocabulary, by TRL's own head; NaN if `scores_vocabulary` is False."""
     mask: Tensor
     """bool [B, C]: tokens with a loss."""
     sets: list[CandidateSets]
@@ -57,6 +57,9 @@ class MicroBatch:
 
 class ReplayTrainer(ReplayMixin, GRPOTrainer):
     """Records the micro-batches."""
+
+    scores_vocabulary = True
+    """Whether to score each micro-batch over the vocabulary too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,14 +78,16 @@ class ReplayTrainer(ReplayMixin, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         loss = super()._compute_loss(model, inputs)
-        with torch.no_grad():
-            full, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
-                self,
-                self.model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
-                inputs["completion_ids"].shape[1],
-            )
+        full = torch.full_like(self._scored, torch.nan)
+        if self.scores_vocabulary:
+            with torch.no_grad():
+                full, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+                    self,
+                    self.model,
+                    torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+                    torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+                    inputs["completion_ids"].shape[1],
+                )
         is_fresh = self.state.global_step == self._generated_at
         self.micro_batches.append(
             MicroBatch(

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import trl
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from datasets import Dataset, IterableDataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -18,6 +19,7 @@ from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_integrations import trl as adapter
 from sglang_topp_integrations.trl import ReplayMixin, SGLangRollouts, rollout_fields
+from tests.integrations.trl.candidate_rows import random_rows
 from tests.integrations.trl.recording_trainer import make_trainer
 
 Make = Callable[..., Any]
@@ -98,17 +100,61 @@ def test_the_loss_of_a_mixture_of_experts(make: Make) -> None:
 def test_deepspeed(make: Make) -> None:
     trainer = make()
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(InvalidInputError, match="deepspeed: got a sharded model"):
+    with pytest.raises(InvalidInputError, match=r"deepspeed: .* not tested"):
         adapter._check_trainer(trainer)
 
 
-def test_the_first_version_of_fsdp(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plugin", "config", "problem"),
+    [
+        ({"fsdp_version": 1}, {}, "fsdp_config: got version 1, expected 2"),
+        (
+            {"fsdp_version": 2, "cpu_ram_efficient_loading": True},
+            {"beta": 0.1},
+            r"got cpu_ram_efficient_loading and a reference model .* in one process only",
+        ),
+    ],
+)
+def test_options_of_fsdp(
+    make: Make, monkeypatch: pytest.MonkeyPatch, plugin: Any, config: Any, problem: str
+) -> None:
+    trainer = make(**config)
+    state = trainer.accelerator.state
+    monkeypatch.setenv(
+        "FSDP_CPU_RAM_EFFICIENT_LOADING", "false"
+    )  # restored after the test; the plugin sets it
+    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin), raising=False)
+    with pytest.raises(InvalidInputError, match=problem):
+        adapter._check_trainer(trainer)
+
+
+def test_parallelism_within_a_sequence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make()
-    trainer.is_fsdp_enabled = True
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
-    with pytest.raises(InvalidInputError, match="fsdp_config: got version 1, expected 2"):
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(tp_size=2))
+    with pytest.raises(InvalidInputError, match="parallelism_config: got tensor, context, or sequence"):
         adapter._check_trainer(trainer)
+
+
+def test_a_model_that_is_sharded_while_it_loads(make: Make) -> None:
+    trainer = make()
+    trainer.is_distributed_loading_by_transformers = True
+    with pytest.raises(InvalidInputError, match=r"transformers shards while it loads, .* need all processes"):
+        adapter._check_trainer(trainer)
+
+
+def test_log_probs_that_fsdp_rounds(make: Make) -> None:
+    trainer = make()
+    forward = trainer.model.forward
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        return {name: values.bfloat16() for name, values in forward(*args, **kwargs).items()}
+
+    trainer.model.forward = rounded
+    trainer._rows, ids = random_rows(512)
+    with pytest.raises(InvalidInputError, match=r"log-probs in torch\.bfloat16, expected float32"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), 6, compute_entropy=True
+        )
 
 
 def test_a_release_that_is_not_listed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
 from torch import nn
@@ -36,6 +37,8 @@ RUNS: dict[str, dict[str, Any]] = {
 class TrainerOnCPU(ReplayTrainer):
     """Lets Accelerate shard a model on a CPU. It accepts FSDP only for processes that have accelerators."""
 
+    scores_vocabulary = False  # between loss and backward, another forward would change what FSDP's hooks do
+
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.fsdp:
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -45,7 +48,9 @@ class TrainerOnCPU(ReplayTrainer):
 def main(model_path: Path, url: str, output: Path) -> None:
     with RolloutClient(url) as client:
         seen = {name: train(model_path, client, output, **config) for name, config in RUNS.items()}
-    seen["head"] = {"error": sharded_head_error(model_path)}
+    seen["head_errors"] = {
+        each: sharded_head_error(model_path, shares_a_group=each) for each in (True, False)
+    }
     (output / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
@@ -81,26 +86,34 @@ def train(model_path: Path, client: RolloutClient, output: Path, **config: Any) 
     }
 
 
-def sharded_head_error(model_path: Path) -> float:
+def sharded_head_error(model_path: Path, *, shares_a_group: bool) -> float:
     """Return how far gradients through a sharded head are off, relative to each parameter's largest.
 
-    The head is sharded as Accelerate does it, in one group with the last norm.
+    The ranks score different rows, and FSDP averages their gradients. The head is in one FSDP group with the
+    last norm, as Accelerate shards it by default, or in a group of its own.
     """
-    rows, input_ids = random_rows(vocab_size=512)
+    rank = dist.get_rank()
     gradients = []
     for is_sharded in (False, True):
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         _add_candidate_head(model, 0.7)
         if is_sharded:
-            group: list[nn.Module] = [model.model.norm, model.lm_head]
+            group: list[nn.Module] = [model.model.norm, model.lm_head] if shares_a_group else [model.lm_head]
             fully_shard(group, reshard_after_forward=False)
             fully_shard(model)
             assert len(model.lm_head.weight.to_local()) == 256
-        for _ in range(2):  # in the second step, the first one must have left no trace
+        for step in range(2):  # in the second step, the first one must have left no trace
             model.zero_grad()
-            scores = model(input_ids=input_ids, candidate_rows=rows, compute_entropy=True)
-            (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
-        gradients.append([whole(each.grad) for each in model.parameters()])
+            for micro_batch in range(2):
+                rows, input_ids = random_rows(vocab_size=512, seed=4 * step + 2 * micro_batch + rank)
+                scores = model(input_ids=input_ids, candidate_rows=rows, compute_entropy=True)
+                (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
+        grads = [whole(each.grad) for each in model.parameters()]
+        if not is_sharded:
+            for each in grads:
+                dist.all_reduce(each)
+                each /= dist.get_world_size()
+        gradients.append(grads)
     return max(
         float((one - other).abs().max() / one.abs().max()) for one, other in zip(*gradients, strict=True)
     )

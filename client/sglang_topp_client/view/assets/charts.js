@@ -59,7 +59,8 @@ export function xAxis(area, ticks, title) {
 /**
  * Draw a bar chart of counts on a log axis, so that small counts are visible. A count of 0 gets no bar.
  * Each entry of the list `slots` gives the bars at one place on the horizontal axis: `{ text, count, kind }` for one
- * bar, or `{ text, bars: [{ count, kind }, …] }` for several bars side by side.
+ * bar, or `{ text, bars: [{ count, kind }, …] }` for several bars side by side. `kind` is a bar's
+ * CSS class. While the pointer is over the place, the function `say` shows `text`.
  */
 export function logBars(area, slots, say) {
   const barsOf = (slot) => slot.bars ?? [slot];

@@ -1,4 +1,4 @@
-// Format numbers as text for the page. For a missing number, the text is a dash.
+// Format numbers as text for the page. For a missing number, all functions but `compact` write a dash.
 
 /** Format a number as a whole number, such as 12,345. */
 export function whole(value) {

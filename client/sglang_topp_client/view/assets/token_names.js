@@ -3,7 +3,8 @@
 import { el } from "./dom.js";
 import { overview } from "./page_data.js";
 
-// Control characters, characters without a width, and characters that change the direction of the text.
+// Control characters, special spaces such as the no-break space, characters without a width, and characters
+// that change the direction of the text.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00a0\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff9-\ufffc]/u;
 const RUNS = /(\n+| +|\t+|[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00a0\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\ufff9-\ufffc])/u;
 

@@ -42,7 +42,11 @@ class Internals(Protocol):
         """
 
     def append(self, current: Any, output: Any) -> Any:
-        """Combine two auxiliary outputs of one forward pass (see `attach`). Each of the two may be None."""
+        """Combine two auxiliary outputs of one forward pass. Each of the two may be None.
+
+        An auxiliary output holds extra results of a forward pass, such as the candidate sets in the argument
+        `output` of `attach`.
+        """
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.

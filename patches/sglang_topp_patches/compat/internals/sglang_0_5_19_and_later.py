@@ -172,8 +172,8 @@ class Sglang0521(Sglang0523):
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
         """Import the sampling kernel's module.
 
-        On CUDA devices, SGLang contains the sampling kernel. On other devices, the package `sgl_kernel`
-        contains the sampling kernel.
+        SGLang itself contains the sampling kernel for CUDA devices. The package `sgl_kernel` contains the
+        sampling kernel for other GPUs.
         """
         from sglang.srt.utils.common import is_cuda
 
@@ -185,7 +185,7 @@ class Sglang0520(Sglang0521):
     """Adapter to SGLang 0.5.20, where the sampling kernel comes from the package `sgl_kernel`."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, which provides the sampling kernel on every device up to SGLang 0.5.20."""
+        """Import `sgl_kernel`, the package that contains the sampling kernel of SGLang 0.5.20 and earlier."""
         return ((_imported(_PACKAGE), _KERNEL),)
 
 
