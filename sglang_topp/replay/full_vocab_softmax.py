@@ -1,9 +1,9 @@
 """Compute log-probs, entropy, and gradients of a softmax over the whole vocabulary, chunk by chunk.
 
 `full_vocab_head` and `logprobs_from_logits` compute their softmax with this module. To save memory, the
-forward pass stores only a few sums per position. In the backward pass, `full_vocab_head` computes the logits
-of one chunk at a time again, and `logprobs_from_logits` copies one chunk of the caller's logits.
-`to_gradient` overwrites this chunk of logits with its gradient.
+forward pass stores only a few sums per position. The backward pass handles one chunk of positions after the
+other. `full_vocab_head` recomputes the logits of the chunk, and `logprobs_from_logits` copies them from the
+caller's logits. `to_gradient` then overwrites these logits with their gradient.
 
 Shape legend: T positions, C positions of one chunk, V ids held by this rank without padding.
 """

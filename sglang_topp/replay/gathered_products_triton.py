@@ -2,13 +2,14 @@
 
 `gathered_products` has the same functions in plain torch.
 
-`gathered_sum` returns new rows, and `gathered_add` adds to existing rows. `gathered_dot` reads the two rows
-of each dot product once. In `gathered_sum` and `gathered_add`, an entry is one selected row with its weight.
-All entries of one output row form a segment. Each call of `gathered_sum` or `gathered_add` launches at most
-two kernels. The first kernel sums a short segment in registers, and writes the sum once, in the output's
-dtype. The first kernel cuts a segment of more than `_PIECE` entries into pieces, and writes one float32 sum
-for each piece. A second kernel adds the sums of the pieces in order. No kernel uses atomics, so results are
-bitwise reproducible.
+`gathered_dot` computes dot products, and reads the two rows of each dot product once.
+
+`gathered_sum` and `gathered_add` compute weighted sums: `gathered_sum` returns new rows, and `gathered_add`
+adds to existing rows. An entry is one selected row with its weight, and all entries of one output row form a
+segment. A call launches at most two kernels. If a segment has at most `_PIECE` entries, the first kernel sums
+them in registers, and writes the sum in the output's dtype. The first kernel cuts longer segments into pieces
+of `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the sums of the pieces
+in order. No kernel uses atomics, so results are bitwise reproducible.
 
 For the gradient of the head, a segment holds all entries of one token id. For the gradient of the hidden
 states, a segment holds the candidates of one position. So frequent tokens and large sets make long segments.

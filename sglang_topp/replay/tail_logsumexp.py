@@ -127,7 +127,7 @@ class _SupportAndTail(torch.autograd.Function):
                     logits_CV = head.logits(part)
                 slope_CV = head.transform.softcap_slope(logits_CV, part)
                 # Overwrite all logits with the gradient of the tail, d tail / dz_i = exp(z_i - tail).
-                # `index_copy_` then overwrites the gradients of the candidates.
+                # `index_copy_` then writes the candidates' own gradients to the candidates' places.
                 for rows in some_rows(logits_CV):
                     here = slice(part.start + rows.start, part.start + rows.stop)
                     logits_CV[rows].sub_(tail_A[here, None]).exp_().mul_(grad_tail_A[here, None])

@@ -1,7 +1,7 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
-The tensors of `SupportIndex` list, for each position, the candidates that this rank holds. The index leaves
-out positions with fewer than two candidates, because such positions always score 0. With the index, the
+The class `SupportIndex` lists the candidates that this rank holds, position after position. It leaves out
+positions with fewer than two candidates, because such positions always score 0. With the index, the
 replay functions gather the candidates' LM-head rows or logits. The functions also use the index for the
 maximum and the sum over each position's candidates.
 

@@ -25,7 +25,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
-from sglang_topp_client.dispatch.endpoint_pool import EndpointPool
+from sglang_topp_client.dispatch.failover import EndpointPool
 from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
 from sglang_topp_client.dispatch.retry_policy import is_retryable
 from sglang_topp_client.protocols.sglang_generate import GenerateExchange, StreamedExchange

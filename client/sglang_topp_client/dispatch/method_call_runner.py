@@ -24,7 +24,7 @@ from sglang_topp_client.dispatch.dispatcher import (
     ResultSink,
 )
 from sglang_topp_client.dispatch.endpoint import Endpoint, Kind
-from sglang_topp_client.dispatch.endpoint_pool import EndpointPool
+from sglang_topp_client.dispatch.failover import EndpointPool
 from sglang_topp_client.dispatch.graceful_abort import GracefulAbort
 from sglang_topp_client.dispatch.partial_rollouts import PartialRollouts
 from sglang_topp_client.dispatch.result_queue import ResultQueue

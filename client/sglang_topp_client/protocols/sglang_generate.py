@@ -1,8 +1,9 @@
 """Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
 
-The client always requests a stream, and sets `stream_interval` to more tokens than any sample has. Each
-sample therefore arrives in two chunks: the first token, and later the complete sample. A streamed request has
-these advantages over an unstreamed one:
+The client always requests a stream. SGLang sends a chunk with the first token of each sample, and then a
+chunk after every `stream_interval` tokens. The client sets `stream_interval` to more tokens than any sample
+has, so the second chunk of a sample is the complete sample. A streamed request has these advantages over an
+unstreamed one:
 
 - If the client closes the connection, SGLang cancels the request's HTTP handler at once. The canceled
   handler aborts every sample of the request, including queued samples. During an unstreamed request, SGLang

@@ -1,7 +1,7 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and raise HTTP errors.
 
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
-take an hour. The connection pool has no size limit, because `dispatch/endpoint_pool.py` already limits the
+take an hour. The connection pool has no size limit, because `dispatch/failover.py` already limits the
 calls in flight.
 
 The client uses aiohttp, because aiohttp's connection pool is the fastest of the three pools that we compared.
