@@ -128,11 +128,12 @@ def ratios(
     candidate set, `exp(old - sets.logprob_sum)`. `sets.logprob_sum` is the log of the kept mass.
 
     Args:
-        new: float [T], the trainer's log-probs over the whole vocabulary.
+        new: float [T], the trainer's log-probs of the T tokens over the whole vocabulary.
         old: float [T], the rollout's log-probs over the whole vocabulary.
         sets: the T candidate sets. The plot omits tokens with an empty set.
         ax: the Axes to draw into; the current Axes by default.
-        masked_new: float [T], the trainer's log-probs over the sets (`replay.masked_logprobs`).
+        masked_new: float [T], the trainer's log-probs over the sets. The functions `masked_logprobs` and
+            `candidate_logprobs` of `sglang_topp.replay` compute these log-probs.
 
     Raises:
         InvalidInputError: the lengths differ, all sets are empty, or the sets have no log-probs.

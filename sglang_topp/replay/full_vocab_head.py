@@ -54,7 +54,7 @@ def head_logprobs(
     ::
 
         logprobs[t] = z[target_t] - log(sum over all i of exp(z_i))
-        entropy[t]  = -sum over all i of p_i log p_i,   z as in `candidate_logprobs`
+        entropy[t]  = -sum over all i of p_i log p_i,   p = softmax(z),   z as in `candidate_logprobs`
 
     Every returned value is differentiable once, in `hidden`, `weight`, and `bias`. In addition to the
     gradients, the call needs one buffer of `chunk_rows` x V in float32 (float64 for float64 inputs). If the

@@ -1,6 +1,7 @@
 """Compute an LM head's logits and gradients over the whole vocabulary, one chunk of positions at a time.
 
-Shape legend: T positions, H hidden size, V ids of this rank (padding excluded), C positions per chunk.
+Shape legend: T positions, H hidden size, V ids of this rank, C positions per chunk. In the logits and their
+gradient, V excludes the ids of padding rows.
 """
 
 from __future__ import annotations

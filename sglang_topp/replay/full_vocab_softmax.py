@@ -107,7 +107,10 @@ class RowSums:
 
     @property
     def subtracted_T(self) -> Tensor:
-        """[T]: the value that `add` subtracts from each row: the row's highest logit on this rank."""
+        """[T]: the value that `add` subtracts from each row.
+
+        The value is the row's highest logit on this rank, or 0 if all of the row's logits are -inf.
+        """
         return torch.where(self.peak_T.isneginf(), 0.0, self.peak_T)
 
     def add(self, part: slice, logits_CV: Tensor, target_column_C: Tensor) -> None:
@@ -171,6 +174,8 @@ def to_gradient(
     ::
 
         d/dz_i = grad_logprob * ([i is target] - p_i) - grad_entropy * p_i * (log p_i + H)
+
+    Here, `p` is the softmax of a position's logits `z`, and `H` is the entropy of `p`.
     """
     if logits_CV.shape[1] == 0:
         return logits_CV

@@ -10,10 +10,11 @@ order, so results are bitwise reproducible. `gathered_products_triton` has the s
 
 On a CPU, torch's threads wait for each other after each torch operation, so fewer operations are faster. A
 call needs the fewest operations if its inputs already have the dtype of the sums (float32 or float64).
-Threads that wait spin by default, and keep the cores from other processes. On a busy machine, set
+By default, waiting threads spin, and so occupy cores that other processes could use. On a busy machine, set
 `OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
 
-Shape legend: m entries or dot products, S segments, H hidden size, C dot products or segments of one chunk.
+Shape legend: m entries or dot products, S segments, H hidden size, L or R rows of an input matrix, C dot
+products or segments of one chunk.
 """
 
 from __future__ import annotations

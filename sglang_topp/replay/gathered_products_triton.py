@@ -6,15 +6,16 @@
 
 `gathered_sum` and `gathered_add` compute weighted sums: `gathered_sum` returns new rows, and `gathered_add`
 adds to existing rows. An entry is one selected row with its weight, and all entries of one output row form a
-segment. A call launches at most two kernels. If a segment has at most `_PIECE` entries, the first kernel sums
-them in registers, and writes the sum in the output's dtype. The first kernel cuts longer segments into pieces
-of `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the sums of the pieces
-in order. No kernel uses atomics, so results are bitwise reproducible.
+segment. A call launches at most two Triton kernels. If a segment has at most `_PIECE` entries, the first
+kernel sums them in registers, and writes the sum in the output's dtype. The first kernel cuts longer segments
+into pieces of at most `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the
+sums of the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
 
 For the gradient of the head, a segment holds all entries of one token id. For the gradient of the hidden
 states, a segment holds the candidates of one position. So frequent tokens and large sets make long segments.
 
-Shape legend: m entries, S segments, P pieces of segments, H hidden size, R rows of the output.
+Shape legend: m entries or dot products, S segments, P pieces of segments, H hidden size, R rows of the
+output.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _sum_segments(
     blocks = triton.cdiv(width, block)
     out = (
         out_RH,
-        # If `out_row_S` is None, pass `start_S1` as a placeholder, which the kernels do not read.
+        # If `out_row_S` is None, the kernels do not read this argument, so `start_S1` is only a placeholder.
         start_S1 if out_row_S is None else out_row_S,
         out_RH.stride(0),
         out_RH.stride(1),
@@ -183,7 +184,7 @@ def _dot_kernel(
 ):
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     exists = entry < num_entries
-    # Use 64-bit offsets, because V * H, the number of elements in the LM head's weight, may exceed 2^31.
+    # Use 64-bit offsets, because the number of elements in the LM head's weight may exceed 2^31.
     left_row = tl.load(left_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * left_stride
     right_row = tl.load(right_rows_ptr + entry, mask=exists, other=0).to(tl.int64) * right_stride
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)

@@ -38,8 +38,8 @@ def divergence(
 ) -> Tensor:
     """Return the KL divergence [T] in nats, differentiable once in `logits` and `tail`.
 
-    `support` is the index of the candidates. The KL is 0 outside the A positions, which `support.rows`
-    lists. Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same
+    `support` lists the candidates, and `support.rows` lists the A positions. The KL is 0 at all other
+    positions. Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same
     values. The backward needs no communication, and expects the same incoming gradient on every rank.
 
     Args:

@@ -45,7 +45,7 @@ class ReplayMetrics:
     """The number of tokens whose ratio differs from 1 by more than 10 %."""
     log_ratios: float = 0.0
     kept_mass: float = 0.0
-    """Sum of the tokens' kept mass, `exp(logprob_sum)`, or NaN if any set has no log-probs."""
+    """Sum of the tokens' kept mass, or NaN if any set has no log-probs."""
     candidates: float = 0.0
     singletons: float = 0.0
     """The number of tokens whose set has only one candidate, and which therefore have no gradient."""

@@ -17,8 +17,8 @@ __all__ = ["replayed_old_logprobs"]
 def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | None = None) -> Tensor:
     """Return the old log-probs, `candidates.masked_logprobs`, as a float32 tensor [T] on the CPU.
 
-    The old log-prob is exactly 0 at a position whose set is empty or has one candidate. `candidate_logprobs`
-    and `masked_logprobs` return 0 at such a position too, so the importance ratio of the position is 1.
+    The old log-prob is exactly 0 at a position whose set is empty or has one candidate. The policy's log-prob
+    over the candidate set is 0 at such a position too, so the importance ratio of the position is 1.
 
     Args:
         candidates: the sets of the T response tokens.

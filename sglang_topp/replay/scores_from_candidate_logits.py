@@ -40,6 +40,9 @@ class Scores:
 
     A token from a tool's output has an empty set, because the policy did not draw it. At a position whose set
     is empty or has one candidate, every score over the candidate set is exactly 0 and has no gradient.
+
+    The functions `head_logprobs` and `full_logprobs` take no candidate sets. In their results, `logprobs` and
+    `entropy` are over the whole vocabulary.
     """
 
     logprobs: Tensor

@@ -5,8 +5,8 @@ ids. The log-sum-exp is therefore accurate for a tail with hardly any probabilit
 all probability. The forward computes the logits of one chunk of positions at a time. The backward computes
 the logits again, unless one chunk holds all positions.
 
-Shape legend: A positions, H hidden size, V ids held by this rank, C positions of one chunk, m candidates that
-this rank holds, c candidates of one chunk.
+Shape legend: H hidden size, V ids held by this rank, A positions with one or more candidates, C positions of
+one chunk, m candidates that this rank holds, c candidates of one chunk.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class TeacherDistribution:
 
         Raises:
             InvalidInputError: the sets have no log-probs.
-            InvalidCandidateSetsError: the probabilities of a set add up to more than `1 + MASS_ERROR`.
+            InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
         """
         if not sets.has_logprobs:
             raise InvalidInputError(
