@@ -1,6 +1,6 @@
 """The exceptions that the packages of sglang-topp raise.
 
-::
+The class tree, with a second base class in parentheses::
 
     SglangToppError
     ├── InvalidInputError (ValueError)         an argument or a request field is wrong

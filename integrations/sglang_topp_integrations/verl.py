@@ -2,8 +2,11 @@
 
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
 imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
-On their way from SGLang to the trainer, the sets pass through two classes of this module, `ReplayHttpServer`
-and `ReplayEngine`, and through two methods of verl that this module wraps::
+
+A trajectory has one request for each turn, and one more for each continuation of an interrupted turn. On
+their way from SGLang to the trainer, the candidate sets pass through the classes and methods listed below.
+`ReplayHttpServer` and `ReplayEngine` are classes of this module. The two other entries are methods of verl,
+which this module wraps::
 
     ReplayHttpServer.generate     requests tokens and sets from SGLang, and returns both
     LLMServerClient.generate      keeps each request's sets until the trajectory ends
@@ -11,8 +14,6 @@ and `ReplayEngine`, and through two methods of verl that this module wraps::
     ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows
 
 TransferQueue, verl's store for training data, carries the field `candidate_sets` to the trainer.
-
-A trajectory has one request for each turn, and one more for each continuation of an interrupted turn.
 
 Shape legend: B is the number of rows in a micro-batch, and T the number of tokens in all rows.
 """

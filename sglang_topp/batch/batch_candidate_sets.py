@@ -1,8 +1,9 @@
 """`BatchCandidateSets`: the candidate sets of all samples of a batch, in one shared `CandidateSets`.
 
-A row is one sample. Each position of a row has one candidate set.
+A row holds the candidate sets of one sample, one set per position. `place` moves the sets to the rows of a
+padded tensor, in which a row may hold several samples.
 
-Shape legend: B rows, T positions in all; N rows and W columns of a padded tensor.
+Shape legend: B rows, T positions over all rows, N rows and W columns of the padded tensor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Collate samples of different lengths into the padded tensors of one training batch.
 
-Shape legend: B samples; P_i tokens in sample i's prompt, and R_i in its response; R = max R_i, S = max (P_i +
-R_i). A sample of `collate_sft` is one sequence, and S is then the length of the longest sequence. The loss
-covers the last `num_actions[i]` tokens of sequence i, and A is the maximum of `num_actions`. Every field is
-right-aligned, so all responses end in the last column::
+Shape legend for RL: B samples. Sample i has P_i prompt tokens and R_i response tokens. R is the maximum of
+R_i, and S is the maximum of P_i + R_i.
+
+Shape legend for SFT: B samples. A sample is one sequence, and S is the length of the longest sequence. The
+loss of sample i covers its last `num_actions[i]` tokens, and A is the maximum of `num_actions`.
+
+Every field is right-aligned, so all samples end in the last column. Two RL samples in `sequences`::
 
     | pad     prompt   prompt   response |
     | prompt  response response response |

@@ -1,4 +1,4 @@
-"""Split a batch over ranks into micro-batches within a token budget, and join the micro-batches' results.
+"""Split a batch into micro-batches within a token budget, assign them to ranks, and join their results.
 
 Shape legend: B is the number of rows of a batch.
 """

@@ -1,9 +1,10 @@
 """Refuse requests that would crash or block SGLang.
 
-SGLang 0.5.23 accepts some values that crash its scheduler: an id beyond the vocabulary, a number that
-overflows its tensor, and a bias that leaves no finite logit. A scheduler crash ends the service for every
-caller. SGLang also tokenizes a long text on its event loop, while all other requests wait. This module does
-not check values that SGLang refuses by itself.
+SGLang 0.5.23 accepts some values that crash its scheduler, such as an id beyond the vocabulary, or a logit
+bias that makes probabilities NaN. A scheduler crash ends the service for every caller. Other values block
+SGLang. For example, all other requests wait while SGLang tokenizes a long text, or searches an answer for a
+slow stop regex. SGLang refuses some values by itself. This module checks such a value only if SGLang would
+answer with status 500 and give no reason.
 
 The sidecar checks every request with this module. The patch set checks only the requests that ask for
 candidate sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.

@@ -1,11 +1,13 @@
 """Check whether sampling parameters allow a request to resume an interrupted answer exactly.
 
 A resuming request sends the interrupted answer's tokens at the end of its prompt. Most parameters, such as
-`top_p` and `stop`, have the same effect in a resuming request as in an uninterrupted request. Penalties and
-grammars do not: SGLang updates their state with each token that a request generates, and does not rebuild the
-state from the prompt. A resuming request must therefore not use penalties or grammars. Every field of
-SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`. A test
-compares these three constants with the installed SGLang release.
+`top_p` and `stop`, have the same effect in a resuming request as in an uninterrupted request. Other
+parameters, such as penalties and grammars, do not. SGLang updates the state of a penalty or grammar with each
+token that a request generates, and does not rebuild the state from the prompt. A resuming request must
+therefore not use these parameters.
+
+Every field of SGLang's `SamplingParams` is in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or
+`INTERNAL_PARAMS`. A test compares these three constants with the installed SGLang release.
 """
 
 from __future__ import annotations

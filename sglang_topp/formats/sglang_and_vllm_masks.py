@@ -1,16 +1,16 @@
 """Decode the native sampling masks of unpatched SGLang and vLLM to candidate sets.
 
-A sampling mask lists the tokens that the engine's sampler could draw::
+A sampling mask lists the tokens that the engine's sampler could draw. For SGLang, the request's field
+`sampling_logprobs_mode` sets a mode, `"support"` or `"selected"`::
 
     SGLang   meta_info.output_token_sampling_mask[t] = [token_id, ...]
              meta_info.output_token_sampling_logprobs[t] = [logprob, ...] in mode "support",
                                                            the sampled token's logprob in mode "selected"
     vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
 
-SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The request's field
-`sampling_logprobs_mode` sets the mode, `"support"` or `"selected"`. The decoder ignores SGLang's field
-`output_token_sampling_mask_length`. In an incremental stream, each chunk holds only its own masks, but this
-field also counts the masks of earlier chunks.
+SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The decoder ignores SGLang's
+field `output_token_sampling_mask_length`. In an incremental stream, each chunk holds only its own masks, but
+this field also counts the masks of earlier chunks.
 
 Shape legend: T positions, n tokens in all masks together.
 """

@@ -1,17 +1,16 @@
 """Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
 
 A nucleus usually has tens of tokens out of a hundred thousand. The code therefore cuts each row of log-probs
-into blocks of neighboring token ids, and reads only the blocks with the highest maxima. Let `bound` be the
-lowest maximum among the blocks that are read. All log-probs in the other blocks are at most `bound`, so the
-code reads every token whose log-prob is above `bound`. If these tokens have a total probability of at least
-`p`, the blocks that are read contain the whole nucleus. If the total is below `p`, the code reads more blocks
-of the row, and finally the whole row. Every result is therefore exact.
+into blocks of neighboring token ids. One pass over the row computes the maximum of each block. The code then
+searches only the blocks with the highest maxima, usually a few thousand log-probs per row.
 
-One pass over each row computes the maxima of the row's blocks. After this pass, the code usually works on a
-few thousand log-probs per row.
+Let `bound` be the lowest maximum among the searched blocks. All log-probs in the other blocks are at most
+`bound`, so the searched blocks contain every token whose log-prob is above `bound`. If these tokens have a
+total probability of at least `p`, the searched blocks contain the whole nucleus. If the total is below `p`,
+the code searches more blocks of the row, and finally the whole row. Every result is therefore exact.
 
-Shape legend: B rows, R requested rows, V ids in the vocabulary, N full blocks of S tokens, K blocks read per
-row, M log-probs read per row, n candidates in all.
+Shape legend: B rows, R requested rows, V ids in the vocabulary, N full blocks of S tokens, K blocks searched
+per row, M log-probs searched per row, n candidates in all.
 """
 
 from __future__ import annotations

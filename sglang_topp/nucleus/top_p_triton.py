@@ -13,12 +13,12 @@ of blocks as active blocks. A row of normally distributed logits with standard d
 blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and
 the extraction takes longer.
 
-The search for a cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
+The search for the cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
 log-prob has a lower sort key (`top_p_torch.sort_key_descending`). The search starts with an interval of sort
-keys. Each round compares the keys of all log-probs with several pivot keys, and narrows the interval. The
-search ends when at most one log-prob has its key in the interval, or when the interval is a single key. The
-search takes about ten rounds, and every round needs all log-probs, so the kernel keeps the log-probs in
-registers if they fit.
+keys. Each round compares several pivot keys with the keys of all log-probs in the active blocks, and narrows
+the interval. The search ends when at most one of these log-probs has its key in the interval, or when the
+interval is a single key. The search takes about ten rounds. Every round needs the same log-probs, so the
+kernel keeps them in registers if they fit.
 
 One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
 reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does

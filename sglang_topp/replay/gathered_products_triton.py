@@ -1,4 +1,4 @@
-"""Triton kernels for dot products and weighted sums of selected rows, without an `[m, H]` copy of these rows.
+"""Triton kernels for dot products and weighted sums of selected rows, without a copy of these rows.
 
 `gathered_products` has the same functions in plain torch.
 
@@ -11,8 +11,9 @@ kernel sums them in registers, and writes the sum in the output's dtype. The fir
 into pieces of at most `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the
 sums of the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
 
-For the gradient of the head, a segment holds all entries of one token id. For the gradient of the hidden
-states, a segment holds the candidates of one position. So frequent tokens and large sets make long segments.
+For the gradient of the LM head's weight, a segment holds all entries of one token id. For the gradient of the
+hidden states, a segment holds the candidates of one position. So frequent tokens and large sets make long
+segments.
 
 Shape legend: m entries or dot products, S segments, P pieces of segments, H hidden size, R rows of the
 output.

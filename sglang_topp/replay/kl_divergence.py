@@ -1,12 +1,10 @@
 """The KL divergence between two policies over candidate sets.
 
-A set can have a tail: one more outcome, which stands for all ids outside of the set.
+The outcomes at a position are its candidates and, optionally, a tail. The tail is one outcome that stands for
+all ids outside of the candidate set.
 
-Shape legend:
-
-    T  positions
-    A  positions with two or more outcomes: the candidates, and the tail if the set has one
-    m  candidates at these A positions that this rank holds (all of them without tensor parallelism)
+Shape legend: T positions, A positions with two or more outcomes, m candidates that this rank holds at the A
+positions. Without tensor parallelism, this rank holds all candidates.
 """
 
 from __future__ import annotations

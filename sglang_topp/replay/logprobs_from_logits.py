@@ -1,12 +1,13 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
-This module is for trainers that have `[T, V]` logits anyway. The code gathers the candidates' logits instead
-of building a dense mask. The caller's logits stay unmodified. The gradient of the logits is the only new
-tensor with the shape of the logits. For callers that want dense tensors, `dense_mask` builds a dense mask,
-and `mask_logits` masks a copy of the logits.
+This module is for trainers that have `[T, V]` logits anyway. `masked_logprobs` and `full_logprobs` do not
+modify the caller's logits. The gradient of the logits is the only new tensor with the shape of the logits. To
+score over candidate sets, `masked_logprobs` gathers the candidates' logits. For sums over the whole
+vocabulary, both functions process one chunk of positions at a time, to save memory. Under tensor parallelism,
+each rank holds the logits of a part of the vocabulary.
 
-Under tensor parallelism, each rank holds a part of the vocabulary. Sums over the whole vocabulary are
-computed for one chunk of positions at a time.
+Two other functions build dense tensors, for callers that want them. `dense_mask` returns a mask of the
+candidates with the shape of the logits, and `mask_logits` returns a masked copy of the logits.
 
 Shape legend: T positions, V columns of the vocabulary on this rank, C positions of one chunk, n candidates in
 all. m is the number of candidates that this rank holds at positions with two or more candidates. A position

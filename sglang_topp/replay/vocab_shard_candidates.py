@@ -1,12 +1,13 @@
 """Find the candidates whose LM-head rows this rank holds, if the vocabulary is split over ranks.
 
-The class `SupportIndex` lists the candidates that this rank holds, position after position. It leaves out
-positions with fewer than two candidates, because such positions always score 0. With the index, the
-replay functions gather the candidates' LM-head rows or logits. The functions also use the index for the
-maximum and the sum over each position's candidates.
+The class `SupportIndex` lists the candidates that this rank holds, position after position. By default, the
+index leaves out positions with fewer than two candidates, because such positions always score 0. For a KL
+that also counts the ids outside the candidate sets, the index leaves out only positions without candidates.
+With the index, the replay functions gather the candidates' LM-head rows or logits. The functions also use the
+index for the maximum and the sum over each position's candidates.
 
-Shape legend: T positions, n candidates in all, A positions with two or more candidates, m candidates that
-this rank holds at the A positions.
+Shape legend: T positions, n candidates in all, A positions in the index, m candidates that this rank holds at
+the A positions.
 """
 
 from __future__ import annotations

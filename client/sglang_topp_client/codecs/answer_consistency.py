@@ -1,4 +1,4 @@
-"""Check that an answer's candidate sets match the answer's tokens and log-probs, and the requested top-p."""
+"""Check an answer's candidate sets against the answer's tokens and log-probs, and the requested top-p."""
 
 from __future__ import annotations
 

@@ -1,17 +1,20 @@
 """Binary frame: encode a record (a JSON object with arrays) as one Zstandard frame, and decode the frame.
 
 The frame's header states the length of the uncompressed content, and the frame ends with a checksum. All
-numbers in the content are little-endian::
+numbers in the content are little-endian. The content has these parts::
 
     4 bytes     the length of the JSON, uint32
     …           the record's JSON, without its arrays
-    …           the arrays, int32 or float32; their lengths follow from the JSON
+    …           the arrays, int32 or float32, with lengths that the reader computes from the JSON
+
+If a record has candidate sets, the last three arrays are the sizes, the ids, and the log-probs of the sets.
 
 An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
 first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
 whole numbers. For ids and set sizes, the byte planes of the high bytes hold mostly zeros. For log-probs, one
-byte plane holds mostly exponent bits. All other byte planes of ids, sizes, and log-probs are nearly random. A
-slow Zstandard level therefore saves little more than a fast one (`benchmarks/rollout_encoding.py`).
+byte plane holds mostly exponent bits. All other byte planes are nearly random, and no Zstandard level
+compresses them well. A slow level therefore saves little more than a fast one
+(`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations

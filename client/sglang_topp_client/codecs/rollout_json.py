@@ -1,6 +1,6 @@
-"""JSON codec of rollouts: the sidecar encodes a sample as a JSON object, and the client decodes it.
+"""JSON codec of rollouts: encode a rollout as a JSON object, and decode the object.
 
-A record, the JSON object of one finished sample, has these fields::
+A record, the JSON object of one rollout, has these fields::
 
     prompt_index                        the index of the prompt in the request, from 0
     sample_index                        the index of the sample among the prompt's samples, from 0
@@ -9,8 +9,8 @@ A record, the JSON object of one finished sample, has these fields::
     text                                string
     logprobs                            base64 of little-endian float32, one per output token
     candidates                          base64 of `sglang_topp.formats.pack`, or null
-    top_logprobs_source                 the rule that made the sets, or null
-    top_logprobs_p                      the threshold, or null
+    top_logprobs_source                 "distribution" or "sampler" (`types/rollout.py`), or null
+    top_logprobs_p                      the requested threshold p of the sets, or null
     sampling_params                     an object without `n`, or null
     finish_reason                       "stop", "length", "abort", or "extended"
     weight_version                      string or null, for the last token

@@ -1,8 +1,8 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
 In this folder, a request of the caller is one such method call, with all prompts of the call. The caller may
-name the request with a `request_id`. `Dispatcher` splits the request into HTTP calls. A `SampleRequest` is
-the part of a request for one prompt, and a `ScoreRequest` is the part for one sequence.
+name the request with a `request_id`. `Dispatcher` splits the request into HTTP calls. A `SampleRequest`
+holds one prompt of the request. A `ScoreRequest` holds one sequence of the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PartialRollouts: join the parts of interrupted samples, and request missing parts (`on_abort="resume"`)."""
+"""PartialRollouts: build requests that continue interrupted samples, and join the parts of each sample."""
 
 from __future__ import annotations
 

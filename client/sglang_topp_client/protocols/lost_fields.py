@@ -1,8 +1,8 @@
 """Detect request fields and answer fields that are lost between the client and a patched SGLang.
 
 A gateway may silently drop fields that it does not know. To find lost fields, the client sends a few check
-requests for one token each. The engine's answer to a check request shows whether every field of the request
-arrived.
+requests. Each check request generates one token. The engine's answer shows which fields of the check request
+have reached the engine. The client also checks that the answer itself has all expected fields.
 """
 
 from __future__ import annotations

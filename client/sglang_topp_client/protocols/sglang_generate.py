@@ -1,9 +1,10 @@
 """Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
 
-The client always requests a stream. SGLang sends a chunk with the first token of each sample, and then a
-chunk after every `stream_interval` tokens. The client sets `stream_interval` to more tokens than any sample
-has, so the second chunk of a sample is the complete sample. A streamed request has these advantages over an
-unstreamed one:
+The client always requests a stream. For each sample, SGLang sends a chunk at the first token, a chunk after
+every `stream_interval` tokens, and a chunk at the end. The client sets `stream_interval` to more tokens than
+any sample has, so SGLang sends only the first chunk and the last chunk. The last chunk holds the complete
+sample. With the engine's option `--incremental-streaming-output`, the last chunk holds only the tokens after
+the first chunk. A streamed request has these advantages over an unstreamed one:
 
 - If the client closes the connection, SGLang cancels the request's HTTP handler at once. The canceled
   handler aborts every sample of the request, including queued samples. During an unstreamed request, SGLang

@@ -1,7 +1,7 @@
 """Read the log-probs and the weight version from SGLang's `/generate` answers, and check them.
 
-An unexpected type or value raises WireError. Answers to generation requests and answers to scoring requests
-both have these fields.
+The answers to generation requests and to scoring requests contain log-probs and a weight version. An
+unexpected type or value raises WireError.
 """
 
 from __future__ import annotations

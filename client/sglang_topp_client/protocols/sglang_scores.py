@@ -1,8 +1,9 @@
 """Score one sequence through a patched SGLang's `POST /generate`. The request generates no tokens.
 
-SGLang computes the next-token distribution at every position from the request's `logprob_start_len` on. The
-distribution at position i gives the log-prob of the token at i + 1. SGLang therefore reports log-probs from
-the token at `logprob_start_len + 1` on. Tokens before `logprob_start_len` may come from the prefix cache.
+The request's field `logprob_start_len` is a position in the sequence. SGLang computes the next-token
+distribution at this position and at all later positions. The distribution at position i gives the log-prob
+of the token at i + 1. The first token with a log-prob is therefore the token at `logprob_start_len + 1`.
+Tokens before `logprob_start_len` may come from the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Protocol of SGLang's `POST /tokenize`, which turns chat messages into token ids.
 
 The engine applies its chat template and tokenizes the messages as it does for `/v1/chat/completions`. The
-client then sends the token ids to `/generate`.
-
-The client needs the prompt's token ids to resume an interrupted sample. `/v1/chat/completions` does not
-return the prompt's token ids, and does not support the request field `resumed_tokens`. Every supported
-release of SGLang has `/tokenize`.
+client then sends the token ids to `/generate`. The client does not send the messages to
+`/v1/chat/completions`, because that route cannot resume an interrupted sample.
 
 Request::
 

@@ -11,8 +11,9 @@ last score. A truncated answer has no final message. Answer::
     {"sequence_index": 0, ...}
     {"done": true, "scores": 8}
 
-Messages and failures have the same form as for `/rollouts` (`sidecar_rollouts.py`). `score_codecs.py` encodes
-and decodes the message of a score.
+As in the answer to `/rollouts` (`sidecar_rollouts.py`), the messages are either lines or begin with their
+length, and the message `{"error": {...}}` reports a failure. `score_codecs.py` encodes and decodes the
+message of a score.
 """
 
 from __future__ import annotations

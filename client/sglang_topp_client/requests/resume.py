@@ -2,12 +2,12 @@
 
 The prompt of a resume request consists of the original prompt's ids and the rollout's output ids. The request
 field `resumed_tokens` tells the engine how many ids at the prompt's end were generated before the
-interruption. The returned text and the search for stop strings begin at these ids, as in an uninterrupted
-sample.
+interruption. The returned text includes the text of these ids, and the engine also searches these ids for
+stop strings, as in an uninterrupted sample.
 
 Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
-uninterrupted sample. The client refuses to resume samples with the parameters in `NON_RESUMABLE_PARAMS`,
-which `sglang_topp.engine_contract.resumable_sampling_params` defines.
+uninterrupted sample. The client refuses to resume a sample that uses such a parameter. The module
+`sglang_topp.engine_contract.resumable_sampling_params` lists these parameters.
 """
 
 from __future__ import annotations

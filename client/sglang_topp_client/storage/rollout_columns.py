@@ -9,7 +9,7 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     logprobs                        list<float>, T
     candidate_ids                   list<list<int32>>, T; null without sets
     candidate_logprobs              list<list<float>>, the same lengths; null if the sets have no log-probs
-    candidate_sampled_ids           list<int32>, T, the sampled id of each set; null if equal to output_ids
+    candidate_sampled_ids           list<int32>, T, of the sets; null without sets, or if equal to output_ids
     top_logprobs_source             string or null
     top_logprobs_p                  double or null
     sampling_params                 string, a JSON object, or null
@@ -22,8 +22,8 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     appended_spans                  list<struct<start: int32, end: int32>>
 
 Most columns hold the attribute of the same name in `sglang_topp_client.types.rollout.Rollout`. The columns
-`candidate_...` hold the attribute `candidates`. The column `weight_versions` holds the attribute
-`weight_spans`.
+`candidate_...` hold the attribute `candidates`. The sampled ids can differ from `output_ids`, because an
+empty set may have the sampled id `NO_TOKEN`. The column `weight_versions` holds the attribute `weight_spans`.
 """
 
 from __future__ import annotations

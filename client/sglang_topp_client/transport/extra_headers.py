@@ -1,4 +1,4 @@
-"""Check the HTTP headers that a caller adds to every request, and name the header of the routing key."""
+"""Check the HTTP headers that a caller adds to every request, and define the routing-key header's name."""
 
 from __future__ import annotations
 

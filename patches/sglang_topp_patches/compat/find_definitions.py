@@ -3,13 +3,11 @@
 `sglang-topp doctor` uses this module to find the new place of an SGLang function that is missing at its old
 place. The tests use this module to check SGLang releases that are not installed.
 
-The package griffe 2.4.1 was tried on SGLang 0.5.23, but cannot replace this module. The patch set uses 65
-names of SGLang 0.5.23: it hooks or calls 53 functions, and imports 12 names. When griffe loaded the package
-`sglang`, griffe missed all 65 names that the patch set uses, although SGLang defines them. The folder
-`sglang/srt` has no `__init__.py`, so griffe does not treat the folder as a part of the package `sglang`.
-griffe can load `sglang/srt` as a package of its own. This load took 30 s of CPU time, and griffe did not
-resolve SGLang's own imports from `sglang.srt`. This module takes 1.3 s to find all 65 names that the patch
-set uses.
+The package griffe 2.4.1 cannot replace this module. In a test with SGLang 0.5.23, griffe loaded the package
+`sglang`, and found none of the names that the patch set uses. All these names are in the folder `sglang/srt`.
+This folder has no `__init__.py`, so griffe does not treat the folder as a part of the package `sglang`.
+griffe can load `sglang/srt` as a package of its own. But this load took 30 s of CPU time, and griffe did not
+resolve SGLang's own imports from `sglang.srt`. This module finds the same names in 1.3 s.
 """
 
 from __future__ import annotations

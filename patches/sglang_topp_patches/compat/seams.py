@@ -1,8 +1,8 @@
-"""List every SGLang function that the patch set depends on, in groups by feature and release.
+"""List the SGLang functions and classes that the hooks depend on, in groups by feature and release.
 
-A seam is an SGLang function that the patch set wraps or calls. `seam_check` verifies at startup that each
-seam exists and has the parameters that the hooks rely on. This module lists the seams in groups.
-For each SGLang release, `compat.releases` selects the groups of seams that exist in the release.
+A seam is an SGLang function or class that the patch set wraps, calls, or extends. `seam_check` verifies at
+startup that each seam exists and has the parameters that the hooks rely on. For each SGLang release,
+`compat.releases` selects the groups of seams that exist in the release.
 """
 
 from __future__ import annotations

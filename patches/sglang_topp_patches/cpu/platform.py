@@ -2,7 +2,8 @@
 
 `SGLANG_PLATFORM=sglang_topp_cpu` selects this platform. SGLang chooses its platform at import, before it
 parses arguments, so `--device cpu` comes too late. SGLang never chooses this CPU platform automatically. So
-if a GPU driver is broken and `SGLANG_PLATFORM` is not set, SGLang refuses to start.
+if a GPU driver is broken and `SGLANG_PLATFORM` is not set, SGLang refuses to start instead of running on the
+slow CPU.
 
 SGLang's own CPU engine needs kernels that no package ships. This platform runs SGLang's plain-torch code,
 which needs none of these kernels. The plain-torch code is slow, but the scheduler, the sampler, and the HTTP

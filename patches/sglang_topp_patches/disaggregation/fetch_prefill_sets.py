@@ -2,9 +2,12 @@
 
 SGLang transfers the KV cache from the prefill server to the decode server. This transfer cannot carry the
 sets, because the transfer's buffers have a fixed size. So when a generation request arrives, the decode
-server's HTTP process asks the prefill server for the sets over HTTP (`open_question`). The answer arrives
-after the prefill. Neither server's scheduler waits for the sets. The generation request ends with an error if
-the prefill server has no sets, or if the two servers have different first tokens.
+server's HTTP process asks the prefill server for the sets over HTTP. The function `open_question` sends this
+question. The answer arrives after the prefill. Neither server's scheduler waits for the sets.
+
+If the prefill server sends no sets, the generation request ends with an error. The request also ends with an
+error if the sets belong to a first token other than the one that SGLang transferred. Such sets may come from
+another request that has the same bootstrap room, the number that identifies a request on both servers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The prefill server draws a request's first token and scores the request's prompt. SGLang sends the token and
 the KV cache to the decode server, in buffers of fixed size. Candidate sets vary in size, so buffers of fixed
 size cannot carry them. The prefill server's HTTP process therefore keeps the sets until it has sent them to
-the decode server. A request has the same number, its bootstrap room, on both servers. The store finds the
-request's sets by this number.
+the decode server, for at most 120 s. A request has the same number, its bootstrap room, on both servers. The
+store finds the request's sets by this number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HttpProcess: the state that the hooks in one HTTP process share: server arguments, model limits, budget."""
+"""HttpProcess: the state that the hooks of one HTTP process share, such as the served model's limits."""
 
 from __future__ import annotations
 

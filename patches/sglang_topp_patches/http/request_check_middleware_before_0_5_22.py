@@ -1,8 +1,11 @@
 """Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
 
-The middleware answers bad input to `/generate` with a 400 before a stream begins. The middleware also adds
-the patch set's status to `GET /server_info`. Since 0.5.22, SGLang itself has a function that checks a body
-and a function that answers `GET /server_info`. Hooks wrap these two functions.
+The middleware checks each body for `/generate` that may contain a field of the patch set. If the body is
+invalid, the middleware answers with a 400 before a stream begins. The middleware also adds the patch set's
+status to `GET /server_info`.
+
+SGLang 0.5.22 and later need no middleware. They have a function that checks a body and a function that
+answers `GET /server_info`. Hooks wrap these two functions instead.
 """
 
 from __future__ import annotations

@@ -5,12 +5,14 @@ If a request resumes an answer, the end of its prompt consists of tokens that an
 begins a new answer that a later request may resume. The answer's text and the search for stop strings begin
 at the resumed tokens, as if nothing had interrupted the answer.
 
-If a request with `resumed_tokens` is aborted, two hooks make its answer complete up to the abort:
+Three hooks correct the answer of an aborted request with `resumed_tokens`:
 
 - `finish_or_abort` reports the aborted answer as finished if the last token completes the answer. Without
   this hook, SGLang reports a complete answer as aborted, and a caller tries to resume the complete answer.
 - `send_all_tokens` sends all tokens of a request that was retracted and then aborted in the queue. Without
   this hook, the answer lacks the tokens that the scheduler had not sent to the HTTP process before the abort.
+- `send_while_paused` sends the answer of a request that is aborted during an `in_place` pause. Without this
+  hook, SGLang sends the answer only after the pause.
 
 `resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
 `resumed_tokens` in `meta_info`.

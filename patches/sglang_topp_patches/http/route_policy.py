@@ -1,9 +1,9 @@
-"""List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on all other routes.
+"""List SGLang's HTTP routes that serve candidate sets, and refuse requests for sets on other routes.
 
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
-the routes, and refuses a request for sets on a route that cannot return sets. `Guard` also knows when an
-answer has been sent. Until then, the HTTP process counts the answer's candidates against the limit on
-candidates in flight (`memory.budget`).
+the routes, and refuses a request for sets on a route that cannot return sets. `Guard` does not check routes
+that take no prompt. `Guard` also knows when an answer has been sent. Until then, the HTTP process counts the
+answer's candidates against the limit on candidates in flight (`memory.budget`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Add the patch set's status to the answer to `GET /server_info`: activity, problems, and memory use."""
+"""Report the patch set in `GET /server_info`: whether it is active, its problems, and its memory use."""
 
 from __future__ import annotations
 

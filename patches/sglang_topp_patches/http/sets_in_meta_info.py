@@ -1,15 +1,19 @@
 """Hook SGLang's tokenizer manager: put candidate sets from the scheduler into the answer's `meta_info`.
 
-1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
-   set. The hook runs before `_handle_batch_output` reads the message.
-2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, which keeps
-   the sets until they are sent. The hook also records which token positions the next chunk contains. The hook
-   runs when `_handle_batch_output` handles a message, and when SGLang aborts a queued request.
-3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk.
+SGLang's `TokenizerManager._handle_batch_output` reads each message from the scheduler, and adds the new
+tokens to the answers. Three hooks add the sets of these tokens, in this order:
 
-If a request asked for sets and a token in the answer has no set, the request ends with an error (finish
-reason `abort`, status 500). Without the error, the answer would look like an answer to a request that asked
-for no sets.
+1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
+   set. The hook runs before `_handle_batch_output`.
+2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, which keeps
+   the sets until they are sent. The hook also records which token positions the next chunk of the answer
+   contains. The hook runs inside `_handle_batch_output`, and also when SGLang aborts a queued request.
+3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk. An
+   answer that is not streamed is one chunk.
+
+If a request asked for sets and a token in the answer has no set, the request ends with an error. The error
+has the finish reason `abort`. Its status is 500, or the status with which the scheduler refused the request.
+Without the error, the answer would look like an answer to a request that asked for no sets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Limit the number of candidates in this process, per sample and for all requests in flight.
 
-At p = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never truncated. A
-request that exceeds a limit ends with an error, and its sets are freed. The error message names the exceeded
-limit. The error message of `per_sample_refusal` also estimates how many token positions fit within a sample's
-limit. The estimate assumes sets of the sample's average size.
+With `top_logprobs_p` = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never
+truncated. Instead, requests end with an error that names the exceeded limit, and their sets are freed:
+
+- If a sample has more candidates than one sample may have, the sample's request ends.
+- If all requests in flight together have too many candidates, the request with the most candidates ends.
 
 Each of SGLang's processes counts the candidates that it holds. A sample's candidates stay in the scheduler's
 count until the scheduler has sent the candidates to the HTTP process. The candidates of an HTTP call stay in

@@ -3,9 +3,9 @@
 In each forward pass, SGLang calls `ModelRunner.sample`, which draws the tokens and computes the log-probs
 that SGLang reports. Two hooks extract the sets in this order:
 
-1. The hook `compute_logprobs` wraps the function that looks up these log-probs in the log-probs of the whole
-   vocabulary. The hook extracts the sets from the log-probs of the whole vocabulary. On SGLang before 0.5.16,
-   the hook `attach_logprobs` does this instead.
+1. The hook `compute_logprobs` extracts the sets from the log-probs of the whole vocabulary. The hook wraps
+   the SGLang function that looks up the reported log-probs in the log-probs of the whole vocabulary. On
+   SGLang before 0.5.16, the hook `attach_logprobs` extracts the sets instead.
 2. The hook `sample` wraps `ModelRunner.sample`. After `ModelRunner.sample` returns, the hook attaches the
    extracted sets to the output of the forward pass.
 

@@ -1,9 +1,10 @@
 """Extract candidate sets into a GPU buffer of fixed size (the staging area), without waiting for the GPU.
 
 The kernels write the sets of a forward pass into the staging area. The staging area is copied to the host
-together with SGLang's own results. The host learns the sizes of the sets only when the scheduler processes
-the results, because an earlier read of the sizes would wait for the GPU. If the sets of some rows did not fit
-into the staging area, the host extracts these sets again from the log-probs, and waits for the GPU.
+together with SGLang's own results. The scheduler reads the sizes of the sets only when it processes the
+results, because an earlier read would wait for the GPU. If the sets of some rows did not fit into the staging
+area, the scheduler extracts these sets again from the log-probs. This second extraction also runs on the GPU,
+but the scheduler waits for it.
 
 Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
 sets. The memory of the kept log-probs counts against the limits (`memory.budget`). When the scheduler
@@ -15,7 +16,7 @@ processes the results, this module can still read the original log-probs, for th
   module reads the dtype's lowest value as -inf.
 - Each pass computes its log-probs in a new tensor, so later passes do not overwrite the kept log-probs.
 
-If the host extracts sets again, the host waits for the GPU before it frees the kept log-probs. For requests
+If the scheduler extracts sets again, it waits for the GPU before it frees the kept log-probs. For requests
 with `top_logprobs_source: "sampler"`, this module also keeps a tensor that marks the tokens that the sampler
 could draw. Each pass computes this tensor anew, so later passes do not overwrite it.
 """

@@ -11,6 +11,10 @@ them to the requests, in two steps:
    SGLang sends the tokens.
 
 Between `copy_to_host` and `commit`, an attribute of SGLang's `GenerationBatchResult` holds the sets.
+
+Without overlap scheduling, SGLang does not call the function that `copy_to_host` wraps. The hooks then copy
+the sets right before SGLang processes the results. On a prefill server, the hook `process_on_prefill_server`
+adds the sets instead of `commit`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Refuse requests that ask for candidate sets but bypassed the HTTP checks (`http.request_fields`).
 
-This check runs in the scheduler, where the patch set is always active. Some front ends run without the patch
-set: SGLang's Rust server, a gRPC server, and an HTTP worker that did not load the patch set. Such a front
-end passes a request's `custom_params` to the scheduler unchecked, and would answer 200 without the sets.
+Some front ends run without the patch set: SGLang's Rust server, a gRPC server, and an HTTP worker that did
+not load the patch set. Such a front end passes a request's `custom_params` to the scheduler unchecked, and
+would answer 200 without the sets. This check therefore runs in the scheduler, behind every front end. The
+check also refuses a request if SGLang's default sampling parameters make its sets inexact.
 """
 
 from __future__ import annotations

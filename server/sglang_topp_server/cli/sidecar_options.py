@@ -1,4 +1,4 @@
-"""The sidecar's command-line options, which `serve` and `sidecar` share, and the settings built from them."""
+"""Add the sidecar's options to the commands `serve` and `sidecar`, and build the sidecar's settings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """MemoryLimit: limit the total memory of finished samples that are not sent yet.
 
-The engine never waits for a slow caller, because GPU memory is more expensive than the sidecar's memory.
-Instead, finished samples wait in the sidecar until their caller reads them. A request without `stream` holds
-all of its samples until the last one has finished. If all requests together hold more memory than the limit,
-the request that holds the most memory ends with an error.
+The engine never waits for a slow caller. The sidecar takes each finished sample from the engine at once, and
+keeps the sample in memory until the caller reads it. A request without `stream` holds all of its samples
+until the last one has finished. If all requests together hold more memory than the limit, the request that
+holds the most memory ends with an error.
 """
 
 from __future__ import annotations
