@@ -1,9 +1,9 @@
 """`BatchCandidateSets`: the candidate sets of all samples of a batch, in one shared `CandidateSets`.
 
-A row holds the candidate sets of one sample, one set per position. `place` moves the sets to the rows of a
-padded tensor, in which a row may hold several samples.
+A row of a batch holds the candidate sets of one sample, one set per position. `place` moves the sets into the
+rows of a packed tensor, each of which may hold several samples.
 
-Shape legend: B rows, T positions over all rows, N rows and W columns of the padded tensor.
+Shape legend: B rows, T positions over all rows, N rows and W columns of the packed tensor.
 """
 
 from __future__ import annotations

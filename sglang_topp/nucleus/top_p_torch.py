@@ -9,8 +9,8 @@ Let `bound` be the lowest maximum among the searched blocks. All log-probs in th
 total probability of at least `p`, the searched blocks contain the whole nucleus. If the total is below `p`,
 the code searches more blocks of the row, and finally the whole row. Every result is therefore exact.
 
-Shape legend: B rows, R requested rows, V ids in the vocabulary, N full blocks of S tokens, K blocks searched
-per row, M log-probs searched per row, n candidates in all.
+Shape legend: B rows, R rows with a threshold above 0 (the requested rows), V ids in the vocabulary, N blocks
+of exactly S tokens, K blocks searched per row, M log-probs searched per row, n candidates in all.
 """
 
 from __future__ import annotations
