@@ -12,11 +12,12 @@ answer's length, and the search time of `.*.*x` is cubic. To be accepted, a stop
 4. After each token, the searches for all stop regexes of a request take at most `MAX_STEPS` steps in total.
 
 A step is one try to match one element of a regex, such as a character or a group, at one position in the
-text. `search_steps` computes an upper bound on the steps of one search. A character with a quantifier `{m,n}`
-can match in n - m + 1 ways, and a group with k alternatives in k ways. From one start position, the search
-can therefore reach an element several times. The number of times is at most the product of the ways of all
-earlier elements. Each time, the element takes one step, or up to n steps with a quantifier `{m,n}`.
-`search_steps` adds the steps of all elements, and multiplies the sum by the number of start positions.
+text. The elements inside a group count too. `search_steps` computes an upper bound on the steps of one
+search. A character with a quantifier `{m,n}` can match in n - m + 1 ways, and a group with k alternatives in
+k ways. From one start position, the search can therefore reach an element several times. The number of times
+is at most the product of the ways of all earlier elements. Each time, the element takes one step, or up to n
+steps with a quantifier `{m,n}`. `search_steps` adds the steps of all elements, and multiplies the sum by the
+number of start positions.
 
 The bound also counts combinations of matches that cannot occur together. It can therefore be too high, so
 some harmless regexes are refused.

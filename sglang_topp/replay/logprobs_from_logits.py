@@ -1,13 +1,13 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
-This module is for trainers that have `[T, V]` logits anyway. `masked_logprobs` and `full_logprobs` do not
-modify the caller's logits. The gradient of the logits is the only new tensor with the shape of the logits. To
-score over candidate sets, `masked_logprobs` gathers the candidates' logits. For sums over the whole
-vocabulary, both functions process one chunk of positions at a time, to save memory. Under tensor parallelism,
+This module is for trainers that have `[T, V]` logits anyway. To score over candidate sets, `masked_logprobs`
+gathers the candidates' logits. To score over the whole vocabulary, `full_logprobs` and
+`masked_logprobs(full=True)` process one chunk of positions at a time. These functions do not modify the
+caller's logits, and build only one other tensor of the logits' shape, the gradient. Under tensor parallelism,
 each rank holds the logits of a part of the vocabulary.
 
-Two other functions build dense tensors, for callers that want them. `dense_mask` returns a mask of the
-candidates with the shape of the logits, and `mask_logits` returns a masked copy of the logits.
+For callers that want dense tensors, `dense_mask` returns a mask of the candidates with the shape of the
+logits, and `mask_logits` returns a masked copy of the logits.
 
 Shape legend: T positions, V columns of the vocabulary on this rank, C positions of one chunk, n candidates in
 all. m is the number of candidates that this rank holds at positions with two or more candidates. A position

@@ -1,8 +1,9 @@
 """MethodCallRunner: run one call of `generate`, `resume`, or `score`, stream its results, and abort it by id.
 
-In this folder, a request of the caller is one such method call, with all prompts of the call. The caller may
-name the request with a `request_id`. `Dispatcher` splits the request into HTTP calls. A `SampleRequest`
-holds one prompt of the request. A `ScoreRequest` holds one sequence of the request.
+In this folder, a request of the caller is one such method call, with all its prompts. The caller may name the
+request with a `request_id`. A request consists of one `SampleRequest` for each prompt to sample from, or one
+`ScoreRequest` for each sequence to score. `Dispatcher` sends them in HTTP calls, each with one or more of
+them.
 """
 
 from __future__ import annotations
