@@ -111,10 +111,10 @@ class Sglang0523:
 
         SGLang 0.5.22 and later can also send a plain list once per request
         (`is_request_level_customized_info_key`). The patch set does not use this feature, because without
-        streaming, SGLang would send the plain list only when the request finishes. A request that is aborted
-        in the waiting queue during a pause does not finish. The HTTP process may already have tokens of the
-        aborted request, because the scheduler sends new tokens after every 50 tokens, even without streaming.
-        The answer would then have tokens, but no sets of the prompt.
+        streaming, SGLang would send the plain list only when the request finishes. A pause can move a running
+        request back to the waiting queue. If the request is then aborted in the queue, it does not finish.
+        The HTTP process may already have tokens of this request, because the scheduler sends new tokens after
+        every 50 tokens, even without streaming. The answer would then have tokens, but no sets of the prompt.
         """
         return SentOnce()
 
