@@ -1,9 +1,9 @@
-"""Compute scores over candidate sets from the candidates' logits alone, not from all logits.
+"""Score over candidate sets from hidden states and the LM head, without computing all logits.
 
-A score over a candidate set depends only on the logits of the candidates. Computing only the candidates'
-logits reduces the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the
-backward pass builds a [T, V] tensor. A position with fewer than two candidates always scores 0, so the
-functions do not read the hidden state of that position.
+A score over a candidate set depends only on the logits of the candidates. Computing only these logits reduces
+the work from T * V * H to n * H, and the memory from T * V to n. Neither the forward nor the backward pass
+builds a [T, V] tensor. A position with fewer than two candidates always scores 0, so the functions do not
+read the hidden state of that position.
 
 Shape legend: T positions, H hidden size, V ids held by this rank, n candidates at all positions together.
 The letter A stands for the number of positions with two or more candidates, and m for the number of

@@ -1,10 +1,10 @@
 """Score targets from existing logits, over the candidate sets or over the whole vocabulary.
 
-This module is for trainers that have `[T, V]` logits anyway. To score over candidate sets, `masked_logprobs`
-gathers the candidates' logits. To score over the whole vocabulary, `full_logprobs` and
-`masked_logprobs(full=True)` process one chunk of positions at a time. These functions do not modify the
-caller's logits, and build only one other tensor of the logits' shape, the gradient. Under tensor parallelism,
-each rank holds the logits of a part of the vocabulary.
+This module is for trainers that have `[T, V]` logits anyway. `masked_logprobs` scores over candidate sets: it
+gathers the candidates' logits. `full_logprobs` scores over the whole vocabulary, one chunk of positions at a
+time. `masked_logprobs(full=True)` returns both kinds of scores. The two functions do not modify the caller's
+logits, and build only one other tensor of the logits' shape, the gradient. Under tensor parallelism, each
+rank holds the logits of a part of the vocabulary.
 
 For callers that want dense tensors, `dense_mask` returns a mask of the candidates with the shape of the
 logits, and `mask_logits` returns a masked copy of the logits.

@@ -10,8 +10,8 @@ extracts the sets of these tokens.
 
 Only the device knows how many tokens each request accepted, so the host reserves room for the largest
 possible number: one *slot* for each level of the draft tree. The kernel draws the first token at the tree's
-root, and each further token at the node of the last accepted draft. A slot holds the index of the node at
-which its token was drawn. A slot without a token holds the root's index, and gets no set.
+root, and each further token at the node of the draft that was accepted just before it. A slot holds the index
+of the node at which its token was drawn. A slot without a token holds the root's index, and gets no set.
 
 Shape legend: B is the number of requests. R of these requests ask for sets, and R' of the R requests have
 `top_logprobs_source: "sampler"`. Each request has A slots, so the R requests have S = R * A slots. N is the
