@@ -6,9 +6,9 @@ scheduler does not end the request itself: only one tensor-parallel rank knows t
 limit, but all ranks must end a request in the same step.
 
 A request's candidates count against the limits (`memory.budget.Account`) from the request's first set until
-the scheduler sends the request's last output, refuses the request, or aborts the request in a queue. A
-request with candidates is in a queue only after a retraction, when SGLang has taken away its KV cache to free
-memory. If none of these events occurs, the candidates count until SGLang's `Req` object is freed.
+the scheduler sends the request's last output, refuses the request, or aborts the request in a queue. If none
+of these events occurs, the candidates count until SGLang's `Req` object is freed. A request with candidates
+is in a queue only after SGLang has retracted it, which means that SGLang has freed the request's KV cache.
 """
 
 from __future__ import annotations
