@@ -137,15 +137,20 @@ async def test_retracted_requests_have_one_set_per_token(tight_engine: Engine, b
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
-        answers = await asyncio.gather(*(send(http, i) for i in range(12)))
-    for answer in answers:
-        assert len(checked_sets(answer, 0.9)) == 100
-        reported = answer["meta_info"]["input_token_logprobs"]
-        sets = formats.decode_prompt_top_p(answer["meta_info"], [token_id for _, token_id, _ in reported])
-        expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
-        np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    # After a retraction, SGLang admits fewer requests for a while, so a round may have no retraction.
+    for _ in range(10):
+        async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
+            answers = await asyncio.gather(*(send(http, i) for i in range(12)))
+        for answer in answers:
+            assert len(checked_sets(answer, 0.9)) == 100
+            reported = answer["meta_info"]["input_token_logprobs"]
+            ids = [token_id for _, token_id, _ in reported]
+            sets = formats.decode_prompt_top_p(answer["meta_info"], ids)
+            expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
+            np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
+        if sum(answer["meta_info"]["num_retractions"] for answer in answers):
+            return
+    raise AssertionError("no request was retracted")
 
 
 @BOTH_FORMS
