@@ -149,8 +149,9 @@ class SGLangRollouts:
         """Push the weights from the main process, and return their version on every process."""
         accelerator, step, failure = trainer.accelerator, trainer.state.global_step, None
         # In training, every generation pushes the weights. All batches of an evaluation share one push.
-        is_training = trainer.model.training
-        if not is_training and trainer.evaluation is self._pushed_evaluation:
+        # A trainer without `ReplayMixin` does not identify its evaluations, so every batch pushes.
+        evaluation = None if trainer.model.training else getattr(trainer, "evaluation", None)
+        if evaluation is not None and evaluation is self._pushed_evaluation:
             return self._version
         # FSDP gathers the weights from all processes, so every process must call `get_state_dict`.
         weights = accelerator.get_state_dict(trainer.model)
@@ -168,7 +169,7 @@ class SGLangRollouts:
         failure, self._version = broadcast_object_list([failure, self._version])
         if failure is not None:
             raise failure
-        self._pushed_evaluation = None if is_training else trainer.evaluation
+        self._pushed_evaluation = evaluation
         return self._version
 
 

@@ -14,7 +14,7 @@ from sglang_topp.errors import TransportError
 
 try:
     import resource
-except ImportError:  # pragma: no cover - Windows has no such limit
+except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]  # a module, or none
 
 __all__ = ["FileLimitError", "max_connections", "shortage"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_integrations.trl import SGLangRollouts
@@ -129,6 +130,32 @@ def test_evaluation(model_path: Path, client: RolloutClient, tmp_path: Path) -> 
     check_ratios(trainer.micro_batches)
     (logged,) = (each for each in trainer.state.log_history if "eval_loss" in each)
     assert logged["eval_replay/ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+    # `load_best_model_at_end` changes the weights without a step. Each evaluation pushes them once.
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.1)
+    pushed = trainer.rollout_func._num_pushes
+    assert trainer.evaluate()["eval_replay/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert trainer.rollout_func._num_pushes == pushed + 1
+
+
+def test_evaluation_without_replay(model_path: Path, client: RolloutClient, tmp_path: Path) -> None:
+    """A trainer without the mixin does not say where an evaluation begins."""
+    rollouts = RecordedRollouts(client)
+    trainer = make_trainer(
+        model_path,
+        rollouts,
+        tmp_path,
+        trainer_class=GRPOTrainer,
+        arguments={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[2:]})},
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+    )
+    trainer.evaluate()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1.1)
+    trainer.evaluate()
+    assert [each.weight_version for each in rollouts.rollouts[::4]] == ["step-0-push-1", "step-0-push-2"]
 
 
 def test_the_off_policy_mask_drops_no_sequence_on_equal_weights(
