@@ -182,6 +182,7 @@ def test_tools_answer_in_an_override(model_path: Path, client: RolloutClient, tm
 
     class WithATool(RecordedRollouts):
         def generate(self, prompt_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Rollout]:
+            sampling_params = sampling_params | {"ignore_eos": True}  # every turn has the same length
             first = super().generate(prompt_ids, sampling_params | {"max_new_tokens": 5})
             called = [rollout.extend(answer) for rollout in first]
             return self.client.resume(

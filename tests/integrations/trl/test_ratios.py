@@ -85,8 +85,8 @@ def test_the_metrics_are_logged(trained: tuple[Any, RecordedRollouts]) -> None:
     assert first["replay/tokens"] == trainer.micro_batches[0].mask.sum()
     # The mean ratio after a step can be 1 by chance, the largest one cannot.
     ratios = trainer.micro_batches[1].ratios
-    assert second["replay/ratio_mean"] == pytest.approx(ratios.mean(), abs=1e-6)
-    assert second["replay/ratio_max"] == pytest.approx(ratios.max(), abs=1e-6)
+    assert second["replay/ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert second["replay/ratio_max"] == pytest.approx(ratios.max(), rel=1e-5)
     assert second["replay/ratio_max"] > 1.01
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert second["kl"] > 1e-4
