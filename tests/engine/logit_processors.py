@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-__all__ = ["NoNumber", "num_sampled"]
+__all__ = ["NoNumber", "Slow", "num_sampled"]
 
 
 class NoNumber(CustomLogitProcessor):
@@ -24,6 +25,19 @@ class NoNumber(CustomLogitProcessor):
             if "seen" in params:
                 with open(params["seen"], "a") as seen:
                     seen.write(f"{position}\n")
+        return logits
+
+
+class Slow(CustomLogitProcessor):
+    """Changes nothing, and takes 20 ms for each step.
+
+    A request is then still running when a test's next order arrives, however busy the machine is.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        time.sleep(0.02)
         return logits
 
 

@@ -21,7 +21,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang_topp import formats
 from tests.engine.candidate_set_checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.logit_processors import NoNumber, num_sampled
+from tests.engine.logit_processors import NoNumber, Slow, num_sampled
 from tests.engine.start_servers import Engine, read_events, run_engine
 
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
@@ -58,10 +58,11 @@ async def ask(http: httpx.AsyncClient, input_ids: list[int], max_new_tokens: int
 async def follow(
     http: httpx.AsyncClient, input_ids: list[int], max_new_tokens: int, begun: asyncio.Event
 ) -> Any:
-    """Send it as a stream with the prompt's sets. Return the last chunk, which holds everything."""
+    """Send it as a slow stream with the prompt's sets. Return the last chunk, which holds everything."""
     sampling = {**SAMPLING, "max_new_tokens": max_new_tokens}
     body = {"input_ids": input_ids, "sampling_params": sampling, "logprob_start_len": 0, **WHOLE}
-    async with http.stream("POST", "/generate", json={**body, "priority": 0, "stream": True}) as answer:
+    body |= {"custom_logit_processor": Slow().to_str(), "priority": 0, "stream": True}
+    async with http.stream("POST", "/generate", json=body) as answer:
         async for event in read_events(answer):
             last = event
             begun.set()
@@ -201,10 +202,12 @@ async def test_a_pause_loses_no_set_and_doubles_none(http: httpx.AsyncClient, mo
     prompts = [[70 + i, *PROMPT_IDS[:15]] for i in range(3)]
     running = await under_way(http, prompts, 100)
     assert (await http.post("/pause_generation", json={"mode": mode})).status_code == 200
-    await asyncio.sleep(0.5)
-    if mode != "abort":
-        assert not any(each.done() for each in running)
-    assert (await http.post("/continue_generation", json={})).status_code == 200
+    try:
+        await asyncio.sleep(0.5)
+        if mode != "abort":
+            assert not any(each.done() for each in running)
+    finally:
+        assert (await http.post("/continue_generation", json={})).status_code == 200
     for ids, answer in zip(prompts, await asyncio.gather(*running), strict=True):
         sets = check_whole(answer, 0.8, ids)
         if mode == "abort":

@@ -19,6 +19,7 @@ import pytest
 from sglang_topp import CandidateSets, formats
 from sglang_topp_patches.compat.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.logit_processors import Slow
 from tests.engine.pushed_weights import check_answer, versions_of
 from tests.engine.requests_during_push import InFlight
 from tests.engine.start_servers import Engine, chunks_of, read_events, run_engine
@@ -42,6 +43,7 @@ def tight_engine(model_path: Path, log_folder: Path) -> Iterator[Engine]:
         "16",
         "--schedule-conservativeness",
         "0.05",
+        "--enable-custom-logit-processor",
     ) as running:
         yield running
 
@@ -218,6 +220,7 @@ async def test_incremental_chunks_over_new_weights(
                 name,
                 text=name,
                 sampling_params={"max_new_tokens": 140, "temperature": 1.0, "ignore_eos": True},
+                custom_logit_processor=Slow().to_str(),
                 return_logprobs_in_base64=base64,
                 top_logprobs_num=2,
                 stream=True,
