@@ -75,7 +75,7 @@ def test_every_metric_of_the_registry_is_documented() -> None:
 
 
 def test_the_server_serves_the_documented_metrics(served: Served) -> None:
-    families = text_string_to_metric_families(httpx.get(f"{served.sidecar}/metrics").text)
+    families = text_string_to_metric_families(httpx.get(f"{served.sidecar}/metrics", timeout=60).text)
     names = {family.name for family in families}
     assert {name for name in names if not name.endswith("_created")} == set(documented_metrics())
 

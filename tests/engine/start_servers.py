@@ -103,7 +103,8 @@ def with_forks(environment: Mapping[str, str]) -> dict[str, str]:
 
 def free_port() -> int:
     """Return a port for a server that listens up to half a minute later. No port is returned twice."""
-    while (port := check_free("127.0.0.1", 0)) in _taken_ports:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8  # pytest's workers share no port
+    while (port := check_free("127.0.0.1", 0)) in _taken_ports or port % 8 != worker:
         pass
     _taken_ports.add(port)
     return port

@@ -40,7 +40,7 @@ def reference_model(model_path: Path) -> Any:
 @pytest.fixture(scope="module")
 def sidecar(engine: Engine) -> Iterator[str]:
     with run_sidecar(engine.url) as url:
-        while httpx.get(f"{url}/readyz").status_code != 200:
+        while httpx.get(f"{url}/readyz", timeout=60).status_code != 200:
             time.sleep(0.1)
         yield url
 

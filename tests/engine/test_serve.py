@@ -47,7 +47,7 @@ class Served:
 
     def running_requests(self) -> int:
         """Return the number of requests that SGLang reports as running."""
-        text = httpx.get(f"{self.engine}/metrics").text
+        text = httpx.get(f"{self.engine}/metrics", timeout=60).text
         return int(
             sum(float(value) for value in re.findall(r"^sglang:num_running_reqs\{.*\} (\S+)$", text, re.M))
         )
@@ -177,10 +177,10 @@ def test_the_documented_rollout_loop_with_resume_and_scores(served: Served) -> N
 
 
 def test_info_and_readiness(served: Served) -> None:
-    assert httpx.get(f"{served.sidecar}/healthz").status_code == 200
-    assert httpx.get(f"{served.sidecar}/readyz").status_code == 200
-    assert httpx.get(f"{served.sidecar}/info").json()["service"] == "sglang-topp"
-    assert "sglang_topp" in httpx.get(f"{served.sidecar}/metrics").text
+    assert httpx.get(f"{served.sidecar}/healthz", timeout=60).status_code == 200
+    assert httpx.get(f"{served.sidecar}/readyz", timeout=60).status_code == 200
+    assert httpx.get(f"{served.sidecar}/info", timeout=60).json()["service"] == "sglang-topp"
+    assert "sglang_topp" in httpx.get(f"{served.sidecar}/metrics", timeout=60).text
 
 
 def test_bad_input_arrives_with_the_engines_words(served: Served) -> None:
@@ -287,12 +287,12 @@ def test_a_restarted_sidecar_is_found_again(served: Served) -> None:
 @pytest.fixture(scope="module")
 def sidecars(served: Served) -> Iterator[list[str]]:
     with run_sidecar(served.engine) as second:
-        wait_until(lambda: httpx.get(f"{second}/readyz").status_code == 200)
+        wait_until(lambda: httpx.get(f"{second}/readyz", timeout=60).status_code == 200)
         yield [served.sidecar, second]
 
 
 def metric(sidecar: str, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", httpx.get(f"{sidecar}/metrics").text, re.M)
+    found = re.search(rf"^{name} (\S+)$", httpx.get(f"{sidecar}/metrics", timeout=60).text, re.M)
     return float(found.group(1)) if found else 0.0
 
 
@@ -416,7 +416,7 @@ async def test_one_of_two_sidecars_is_killed_in_mid_batch(served: Served) -> Non
 
 def is_ready(sidecar: str) -> bool:
     try:
-        return httpx.get(f"{sidecar}/readyz").status_code == 200
+        return httpx.get(f"{sidecar}/readyz", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 

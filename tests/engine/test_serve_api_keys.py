@@ -40,7 +40,7 @@ def test_no_process_shows_a_key(model_path: Path, log_folder: Path) -> None:
             with RolloutClient(sidecar, api_key=ours) as client:
                 (rollout,) = client.generate("hello", {"max_new_tokens": 4}, top_logprobs_p=0.9)
                 assert rollout.candidates is not None
-            assert httpx.get(f"{engine}/server_info").status_code == 401
+            assert httpx.get(f"{engine}/server_info", timeout=60).status_code == 401
             with RolloutClient(engine, kind="sglang", api_key=theirs) as client:
                 assert client.server_info()["sglang_topp"]["active"]
 

@@ -34,7 +34,7 @@ def gateway(engines: tuple[Engine, Engine], log_folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def sidecar(gateway: str) -> Iterator[str]:
     with run_sidecar(gateway) as url:
-        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+        wait_until(lambda: httpx.get(f"{url}/readyz", timeout=60).status_code == 200)
         yield url
 
 
@@ -82,7 +82,7 @@ def test_every_answer_has_its_sets(
 
 
 def test_the_sidecar_says_what_stands_behind_the_gateway(sidecar: str, model_path: Path) -> None:
-    info = httpx.get(f"{sidecar}/info").json()
+    info = httpx.get(f"{sidecar}/info", timeout=60).json()
     assert (info["ready"], info["patch"]["active"], info["patch"]["problems"]) == (True, True, [])
     assert info["engine"]["model_path"] == str(model_path)
 

@@ -12,6 +12,7 @@ from tests.triton_subprocess import run_in_subprocess
 HERE = Path(__file__).parent
 
 
+@pytest.mark.timeout(960)  # longer than the subprocess's own limit
 def test_all_cases_pass_in_the_interpreter():
     files = (
         "test_top_p_implementations.py",

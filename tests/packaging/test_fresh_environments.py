@@ -36,7 +36,7 @@ def running(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 def wait_until_ready(url: str) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(trust_env=False, timeout=60) as client:
         while client.get(f"{url}/readyz").status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -172,12 +172,12 @@ def test_a_body_that_only_drips_in_is_408(engine, start, dial, eventually):
 
 
 def test_a_long_body_waits_while_others_are_read(engine, start, dial):
-    sidecar = start(engine.url, max_body_bytes=1 << 20, max_stall_s=4)
+    sidecar = start(engine.url, max_body_bytes=1 << 20, max_stall_s=6)
     head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     body = b'{"prompts": "a", "top_logprobs_p": 0.9}'.ljust(1 << 20)
     for _ in range(4):
         dial(sidecar, head % len(body) + body[:100_000])
-    time.sleep(1)  # so that these four are refused before the long body has waited for 4 s
+    time.sleep(3)  # so that these four are refused before the long body has waited for 6 s
 
     # A short body does not wait, and a long one does not wait forever.
     assert sidecar.rollouts("b").status_code == 200

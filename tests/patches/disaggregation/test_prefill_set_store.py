@@ -108,10 +108,13 @@ async def test_who_asks_for_something_else_takes_nothing(flight: InFlight) -> No
 
 async def test_what_nobody_asks_for_goes(flight: InFlight) -> None:
     kept = PrefillSets(flight, kept_s=0.05)
+    loop = asyncio.get_running_loop()
+    now, has_passed = loop.time(), loop.create_future()
+    # Timers run in the order of their times, even if all of them run late.
+    loop.call_at(now + 0.03, kept.put, 7, first(2))
+    loop.call_at(now + 0.06, has_passed.set_result, None)
     kept.put(7, first(1))
-    await asyncio.sleep(0.03)
-    kept.put(7, first(2))
-    await asyncio.sleep(0.03)
+    await has_passed
     assert await kept.take(7, ASKED, 0.01) == first(2)  # its own time limit has not passed
     kept.put(7, first(3))
     await asyncio.sleep(0.08)

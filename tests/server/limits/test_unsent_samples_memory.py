@@ -22,7 +22,7 @@ def test_an_answer_that_would_be_too_much_in_one_is_refused(engine, start):
 
 
 def test_a_stream_that_is_read_may_be_of_any_length(engine, start, eventually):
-    sidecar = start(engine.url, max_held_bytes=10_000_000)  # a busy machine reads some megabytes late
+    sidecar = start(engine.url, max_held_bytes=20_000_000)  # a busy machine reads some megabytes late
 
     answer = sidecar.rollouts("a", sampling_params={**HALF, "n": 60}, stream=True)
 

@@ -102,8 +102,8 @@ def test_ready_then_a_signal_ends_both(serve, number):
     running = serve()
     sidecar, engine = running.wait_until_ready()
 
-    assert httpx.get(f"{sidecar}/readyz").status_code == 200
-    assert httpx.get(f"{engine}/health").status_code == 200
+    assert httpx.get(f"{sidecar}/readyz", timeout=60).status_code == 200
+    assert httpx.get(f"{engine}/health", timeout=60).status_code == 200
     with RolloutClient(sidecar) as client:
         assert client.generate("a", top_logprobs_p=0.9)[0].candidates is not None
     pids = running.pids()
@@ -128,19 +128,19 @@ def test_the_engine_ends_before_it_is_ready(serve):
 
 
 def test_the_engine_never_gets_ready(serve):
-    running = serve("--fake-starting", options=["--ready-timeout-s", "3"])
+    running = serve("--fake-starting", options=["--ready-timeout-s", "10"])
 
     assert running.end() == 1
-    assert "not ready after 3 s" in running.errors()
+    assert "not ready after 10 s" in running.errors()
     assert "/health answers 503" in running.errors()
     assert not any(map(alive, running.pids()))
 
 
 def test_the_engine_never_answers(serve):
-    running = serve("--fake-silent", options=["--ready-timeout-s", "3"])
+    running = serve("--fake-silent", options=["--ready-timeout-s", "10"])
 
     assert running.end() == 1
-    assert "not ready after 3 s" in running.errors()
+    assert "not ready after 10 s" in running.errors()
     assert not any(map(alive, running.pids()))
 
 
@@ -179,7 +179,7 @@ def test_the_engine_dies_in_the_middle_of_a_request(serve):
 
 def test_a_signal_before_it_is_ready_is_a_clean_end(serve, eventually):
     running = serve("--fake-starting")
-    eventually(running.engine_stands)
+    eventually(running.engine_stands, timeout_s=90)
     pids = running.pids()
 
     running.process.send_signal(signal.SIGTERM)
@@ -220,7 +220,7 @@ def test_requests_in_flight_are_ended_and_answered(serve, eventually):
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection.sendall(head + body)
-        eventually(lambda: "sglang_topp_in_flight 1.0" in httpx.get(f"{sidecar}/metrics").text)
+        eventually(lambda: "sglang_topp_in_flight 1.0" in httpx.get(f"{sidecar}/metrics", timeout=60).text)
 
         running.process.send_signal(signal.SIGTERM)
 
@@ -236,8 +236,8 @@ def test_keys_come_from_the_environment(serve):
     running = serve(environment=keys)
     sidecar, engine = running.wait_until_ready()
 
-    assert httpx.get(f"{sidecar}/info").status_code == 401
-    assert httpx.get(f"{engine}/server_info").status_code == 401
+    assert httpx.get(f"{sidecar}/info", timeout=60).status_code == 401
+    assert httpx.get(f"{engine}/server_info", timeout=60).status_code == 401
     with RolloutClient(sidecar, api_key="ours") as client:
         assert len(client.generate("a", top_logprobs_p=0.9)) == 1
 
@@ -300,7 +300,7 @@ def test_the_sidecar_alone_ends_on_a_signal(engine):
 
 def _refuses(url):
     try:
-        httpx.get(url)
+        httpx.get(url, timeout=60)
     except httpx.TransportError:
         return True
     return False
