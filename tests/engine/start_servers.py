@@ -48,7 +48,8 @@ class Engine:
         self.url = url
         self.process = process
         self.log = log
-        self.http = httpx.Client(base_url=url, timeout=180)
+        # SGLang closes a connection that is idle for 5 s.
+        self.http = httpx.Client(base_url=url, timeout=180, limits=httpx.Limits(keepalive_expiry=3))
 
     def post(self, **body: Any) -> httpx.Response:
         return self.http.post("/generate", json=body)

@@ -96,7 +96,8 @@ def test_an_engine_of_another_release_serves_everything_but_the_feature(
     model_path: Path, log_folder: Path, another_release: dict[str, str]
 ) -> None:
     with run_engine(model_path, log_folder / "other-release.log", env=another_release) as engine:
-        plain = {"text": "hello", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        sampling = {"max_new_tokens": 3, "ignore_eos": True}
+        plain = {"text": "hello", "sampling_params": sampling, "return_logprob": True}
         assert len(engine.generate(**plain)["output_ids"]) == 3
         for place in (
             {"top_logprobs_p": 0.9},
@@ -179,7 +180,8 @@ def test_an_sglang_that_slime_patched_is_refused_in_words(
     assert "FAILS" not in ended.stdout
 
     with run_engine(model_path, log_folder / "patched-by-slime.log", env=patched_by_slime) as engine:
-        plain = {"text": "hello", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
+        sampling = {"max_new_tokens": 3, "ignore_eos": True}
+        plain = {"text": "hello", "sampling_params": sampling, "return_logprob": True}
         assert len(engine.generate(**plain)["output_ids"]) == 3
         flagged = {"custom_params": {"return_top_p_token_ids": True}}
         for field, asked in (

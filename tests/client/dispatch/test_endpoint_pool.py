@@ -306,7 +306,7 @@ async def test_requests_are_spread_over_several_sidecars(sidecar, fakes):
         async with AsyncRolloutClient([sidecar.url, other]) as client:
             prompts = [[i + 1] for i in range(300)]
             assert_whole(await client.generate(prompts, top_logprobs_p=0.9), fakes, prompts)
-            assert [len(call["prompts"]) for call in sidecar.calls] == [128, 128, 44]
+            assert sorted(len(call["prompts"]) for call in sidecar.calls) == [44, 128, 128]
             # The sidecars share a small batch too. The samples of a prompt stay together.
             await client.generate([[1]] * 9, {"n": 4})
             assert sorted(len(call["prompts"]) for call in sidecar.calls[3:]) == [4, 5]

@@ -523,7 +523,7 @@ with RolloutWriter(sys.argv[2], part_size=5) as writer:
 
 
 def test_a_file_is_streamed_both_ways(path):
-    """Forty row groups are read. Arrow and Python hold only a few of them at once."""
+    """A hundred row groups are read. Arrow and Python hold only a few of them at once."""
     num_tokens, num_candidates = 128, 64
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((num_tokens, 1000)), axis=1)[:, :num_candidates].astype(np.int32)
@@ -534,15 +534,15 @@ def test_a_file_is_streamed_both_ways(path):
     rollout = Rollout(
         0, 0, "r", ids[:, 0].copy(), ids[:, 0].copy(), "", sets.sampled_logprobs, sets, "stop", "", 0, 0.0
     )
-    program = """
-import resource, sys
+    program = r"""
+import re, sys
 from itertools import repeat
 from sglang_topp_client import load_rollouts, save_rollouts
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # not ru_maxrss, which begins at the parent's
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1])
 (rollout,) = load_rollouts(sys.argv[1])
 held = []
-for path, number in ((sys.argv[2], 16), (sys.argv[3], 640)):
+for path, number in ((sys.argv[2], 16), (sys.argv[3], 1600)):
     save_rollouts(path, repeat(rollout, number), row_group_size=16)
     assert sum(1 for _ in load_rollouts(path)) == number
     held.append(peak())
@@ -554,7 +554,7 @@ print(held[1] - held[0])
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
     )
     one_group = 16 * (sets.token_ids.nbytes + sets.logprobs.nbytes)
-    assert int(done.stdout) < 20 * one_group, done.stdout
+    assert int(done.stdout) < 50 * one_group, done.stdout
 
 
 def test_a_missing_extra_is_named(path):

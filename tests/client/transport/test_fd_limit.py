@@ -94,7 +94,7 @@ print(len(client.generate([[1]] * 200, timeout_s=200)))
 
 
 def test_two_clients_that_share_too_few_files_wait_for_each_other(engine, fakes):
-    """Each client counts the files that are open when it starts, so together they may exceed the limit."""
+    """Each client counts the files that are open at its first call, so together they may exceed the limit."""
 
     async def slowly(asked, reply):
         await asyncio.sleep(0.5)
@@ -105,9 +105,12 @@ def test_two_clients_that_share_too_few_files_wait_for_each_other(engine, fakes)
 import logging
 logging.disable()
 answered = []
+both = threading.Barrier(2)
 
 def one():
     client = RolloutClient(sys.argv[1], kind="sglang")
+    client.generate([1])  # it counts the open files at its first call
+    both.wait()
     answered.append(len(client.generate([[1]] * 900, timeout_s=200)))
 
 threads = [threading.Thread(target=one) for _ in range(2)]
