@@ -16,9 +16,13 @@ from sglang_topp import CandidateSets
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.start_servers import Engine
-from tests.engine.transformers_reference import MODEL_TOLERANCE, is_robust, nucleus, reference_logprobs
+from tests.engine.transformers_reference import is_robust, nucleus, reference_logprobs
 
 __all__ = ["check_answer", "check_sets", "make_weights", "restore_weights", "versions_of"]
+
+# `MODEL_TOLERANCE` for the long answers of these tests (measured: 1.6e-5 up to position 1,800). The log-probs
+# of two versions differ by about 1.
+_TOLERANCE = 3e-5
 
 
 def restore_weights(engine: Engine, model_path: Path) -> None:
@@ -97,7 +101,7 @@ def check_sets(
     for t, (token_ids, logprobs) in enumerate(sets):
         off = {version: np.abs(each[t, token_ids] - logprobs).max() for version, each in expected.items()}
         assert min(off, key=lambda version: off[version]) == versions[t], f"position {t}: {off}"
-        assert off[versions[t]] < MODEL_TOLERANCE
+        assert off[versions[t]] < _TOLERANCE
         exact = expected[versions[t]][t]
-        if is_robust(exact, p):
+        if is_robust(exact, p, _TOLERANCE):
             assert set(token_ids.tolist()) == nucleus(exact, p) | {output_ids[t]}

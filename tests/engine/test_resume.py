@@ -22,7 +22,7 @@ from sglang_topp.errors import BadRequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
 from sglang_topp_patches.compat.releases import Feature
-from tests.engine.pushed_weights import check_sets
+from tests.engine.pushed_weights import check_sets, restore_weights
 from tests.engine.requests_during_push import InFlight
 from tests.engine.start_servers import Engine, run_sidecar
 from tests.skip_missing_features import skip_without
@@ -48,9 +48,7 @@ async def client(engine: Engine) -> AsyncIterator[AsyncRolloutClient]:
 def as_before(engine: Engine, model_path: Path) -> Iterator[None]:
     """The engine is shared, so restore its weights afterwards, and continue generation."""
     yield
-    assert engine.http.post("/continue_generation", json={}).status_code == 200
-    order = {"model_path": str(model_path), "weight_version": "default"}
-    assert engine.http.post("/update_weights_from_disk", json=order).status_code == 200
+    restore_weights(engine, model_path)
 
 
 def check(rollout: Rollout, reference_models: dict[str, Any], p: float = P) -> None:
@@ -213,7 +211,7 @@ async def test_interruptions_that_nobody_sees(
     reference_models: dict[str, Any],
 ) -> None:
     """Weights are pushed in pauses that abort. Samples arrive complete, with the weights of each token."""
-    length = 200  # in each round, all are in flight before one of them has ended
+    length = 600  # in each round, all are in flight before one of them has ended
     sampling = {**LONG, "max_new_tokens": length, "n": 2}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})
@@ -289,7 +287,7 @@ async def test_an_abort_returns_what_was_generated(
 
 async def test_an_abort_while_they_wait(engine: Engine, client: AsyncRolloutClient) -> None:
     """Prompts are prefilled one after the other, in chunks. Some samples have begun, others have no token."""
-    prompts = [[number + 1] * 800 for number in range(5)]
+    prompts = [[number + 200] * 2500 for number in range(6)]
     sampling = {**LONG, "max_new_tokens": 4}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})

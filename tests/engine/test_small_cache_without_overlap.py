@@ -20,7 +20,7 @@ from sglang_topp import CandidateSets, formats
 from sglang_topp_patches.compat.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.logit_processors import Slow
-from tests.engine.pushed_weights import check_answer, versions_of
+from tests.engine.pushed_weights import check_answer, restore_weights, versions_of
 from tests.engine.requests_during_push import InFlight
 from tests.engine.start_servers import Engine, chunks_of, read_events, run_engine
 from tests.skip_missing_features import can_flush_while_paused, needs
@@ -173,7 +173,8 @@ async def test_a_request_aborted_while_it_waits(tight_engine: Engine, base64: bo
     async with httpx.AsyncClient(base_url=tight_engine.url, timeout=300) as http:
         # The cache holds one of these at a time, so the last one and later requests have to wait.
         names = [f"fills-{i}" for i in range(6)]
-        fillers = [asyncio.create_task(http.post("/generate", json=body(name))) for name in names]
+        slow = {"custom_logit_processor": Slow().to_str()}
+        fillers = [asyncio.create_task(http.post("/generate", json=body(name, **slow))) for name in names]
         await asyncio.sleep(0.3)
         waiting = asyncio.create_task(http.post("/generate", json=body("waits", stream=stream)))
         while not waiting.done():
@@ -235,7 +236,7 @@ async def test_incremental_chunks_over_new_weights(
                 await requests.abort("aborted")
             await requests.go_on()
         await requests.answers()
-        await requests.push(weight_folders["default"], "default")
+        await asyncio.to_thread(restore_weights, tight_engine, weight_folders["default"])
 
     for name in requests.streams:
         chunks = requests.chunks(name)

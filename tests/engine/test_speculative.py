@@ -57,7 +57,7 @@ def test_sets_are_the_support_that_verification_drew_from(speculative: Engine, t
         {},
         {"top_k": 20, "min_p": 0.1},  # verification ignores min_p
         {"temperature": 0.2},
-    ]
+    ] * 2  # verifications enough that runs of every length occur
     answers = speculative.generate(
         text=[f"prompt {i}" for i in range(len(filters))],
         sampling_params=[{**logged(tmp_path, name=f"{i}"), **each} for i, each in enumerate(filters)],
