@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def test_the_source_distribution_builds_the_same_wheel(
 ) -> None:
     wheel, source = distributions
     # Python's own `extractall` takes `filter` from 3.11.4 on, and warns without it from 3.12 on.
-    subprocess.run(["tar", "-xf", str(source), "-C", str(tmp_path)], check=True)
+    run("tar", "-xf", source, "-C", tmp_path)
     (unpacked,) = tmp_path.iterdir()
     top = {path.name for path in unpacked.iterdir()}
     assert top == {
