@@ -261,9 +261,9 @@ def main() -> None:
         sys.exit(args.fake_exit)
     stubborn = signal.SIG_IGN if args.fake_stubborn else signal.SIG_DFL
     signal.signal(signal.SIGTERM, stubborn)
-    nap = [sys.executable, "-c", "import time; time.sleep(600)"]
-    children = [subprocess.Popen(nap), subprocess.Popen(nap, start_new_session=True)]
     if args.fake_pids:
+        nap = [sys.executable, "-c", "import time; time.sleep(600)"]
+        children = [subprocess.Popen(nap), subprocess.Popen(nap, start_new_session=True)]
         temporary = f"{args.fake_pids}.part"
         with open(temporary, "w") as file:
             print(os.getpid(), *(child.pid for child in children), file=file)
