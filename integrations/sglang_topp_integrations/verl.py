@@ -203,7 +203,15 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
         answer = {"log_probs": scores.logprobs}
         if scores.entropy is not None:
             answer["entropy"] = scores.entropy
-        return {name: torch.nested.nested_tensor_from_jagged(each, offsets) for name, each in answer.items()}
+        # Without the lengths of the shortest and longest row, `torch.nested.to_padded_tensor` pads too wide.
+        lengths = offsets.diff()
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        return {
+            name: torch.nested.nested_tensor_from_jagged(
+                each, offsets, min_seqlen=shortest, max_seqlen=longest
+            )
+            for name, each in answer.items()
+        }
 
 
 def packed_sets(micro_batch: Any) -> CandidateSets:

@@ -183,8 +183,6 @@ class PackedCollator:
     ) -> PackedBatch:
         """Pack supervised examples. The arguments are those of `sglang_topp.batch.collate_sft`.
 
-        The loss mask of a sample's first token is ignored, because no column predicts that token.
-
         Raises:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
@@ -197,10 +195,8 @@ class PackedCollator:
             write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
         losses = batch["loss_mask"].numpy()
         flat = losses.reshape(-1)
-        for i, first, stop in whole:
+        for i, _, stop in whole:
             mask = examples.loss_masks[i]
-            if len(mask) == stop - first:
-                mask = mask[1:]  # nothing predicts a sample's first token
             flat[stop - 1 - len(mask) : stop - 1] = mask
         losses *= 1 / max(1, int(np.count_nonzero(flat)))
         return batch
