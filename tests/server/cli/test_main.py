@@ -74,7 +74,7 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
     argv = ["serve", "--model-path", "m", "--host", "0.0.0.0", "--port", "9", "--engine-port", "0"]
     argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5", "--timeout-s", "6"]
-    argv += ["--max-stall-s", "9", "--max-held-bytes", "10"]
+    argv += ["--io-timeout-s", "9", "--max-held-bytes", "10"]
     argv += ["--ready-timeout-s", "7", "--grace-s", "8", "--", "--tp-size", "2", "--", "--x"]
 
     assert main.main(argv) == 0
