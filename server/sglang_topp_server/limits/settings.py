@@ -1,4 +1,4 @@
-"""The limits of one sidecar on requests, time, and memory."""
+"""The limits of one sidecar on requests and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A request body may fall behind a schedule of this rate by at most `Limits.max_st
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one sidecar on requests, time, and memory.
+    """The limits of one sidecar on requests and memory. The time limit of a request is its caller's alone.
 
     Attributes:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
@@ -24,7 +24,6 @@ class Limits:
         max_body_bytes: maximum bytes of one request body. The sidecar reserves memory for each body larger
             than 64 KiB: at most four times `max_body_bytes` for all bodies together. A body that needs more
             memory than is free must wait.
-        timeout_s: maximum seconds from a request's headers to the last byte of its answer.
         max_stall_s: maximum seconds by which a request body may fall behind a schedule of 64 KiB/s. A request
             whose body falls further behind gets a 408. If a caller leaves its answer unread for `max_stall_s`
             seconds, the kernel resets the connection (on Linux only).
@@ -35,6 +34,5 @@ class Limits:
     max_in_flight: int = 1024
     max_samples: int = 8192
     max_body_bytes: int = 64 * 2**20
-    timeout_s: float = 3600.0
     max_stall_s: float = 30.0
     max_held_bytes: int = 4 * 2**30
