@@ -164,7 +164,7 @@ def test_one_port_for_both_is_refused(runs, capsys):
         ["doctor", "--", "--tp-size", "2"],
         ["sidecar", "--engine-url", "http://e:1", "--port", "65536"],
         ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
-        ["sidecar", "--engine-url", "http://e:1", "--max-stall-s", "inf"],
+        ["sidecar", "--engine-url", "http://e:1", "--io-timeout-s", "inf"],
         ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
         ["sidecar", "--engine-url", "http://e:1", "--workers", "2"],
     ],
