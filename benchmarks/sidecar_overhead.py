@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import httpx
 import numpy as np
 
 from benchmarks.harness.fake_engine import MEAN_SET, run_fake_engine
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange
 
 __all__ = ["run"]
 
@@ -114,9 +112,7 @@ def _all(urls: Sequence[str], lengths: Sequence[int], in_flight: int) -> Callabl
     """
 
     async def go() -> None:
-        is_sidecar = httpx.get(f"{urls[0]}/info").status_code == 200
-        calls = in_flight // (RolloutsExchange.samples_per_call if is_sidecar else 1)
-        async with AsyncRolloutClient(urls, max_connections=calls) as client:
+        async with AsyncRolloutClient(urls, max_connections=in_flight) as client:
             prompts = [[i, *range(PROMPT_TOKENS - 1)] for i in range(SAMPLES)]
             params = [{"max_new_tokens": tokens} for tokens in lengths]
             rollouts = await client.generate(prompts, params, top_logprobs_p=0.95, progress=False)

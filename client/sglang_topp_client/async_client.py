@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
-from sglang_topp_client.dispatch.collect_in_order import collect_in_order
-from sglang_topp_client.dispatch.dispatcher import ROLLOUTS, SCORES, OnFailure
-from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
 from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
     SamplingParams,
@@ -22,9 +22,11 @@ from sglang_topp_client.requests.plan_generate import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.requests.plan_score import ScoreRequest, Sequences, Start, plan_scores
+from sglang_topp_client.requests.plan_score import Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
-from sglang_topp_client.requests.resume import OnAbort, check_on_abort, plan_resume
+from sglang_topp_client.requests.resume import OnAbort, check_on_abort, mark_interruptible, plan_resume
+from sglang_topp_client.run import OnTimeout, RunOptions
+from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
@@ -40,10 +42,34 @@ from sglang_topp_client.weight_push.fleet_push import push_to_fleet
 from sglang_topp_client.weight_push.send_weights import weight_sender
 from sglang_topp_client.weight_push.tensors_to_push import check_model_or_tensors
 
-__all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
+__all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient", "GenerateOptions", "ScoreOptions"]
 
 DEFAULT_TIMEOUT_S = 4 * 3600.0
 """The default `timeout_s` of `generate`, `resume`, and `score`: four hours, longer than most batches take."""
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of every call; see `AsyncRolloutClient.generate`."""
+
+    top_logprobs_p: TopLogprobsP
+    timeout_s: float | None
+    progress: bool | None
+    request_id: str | None
+
+
+class GenerateOptions(CallOptions, total=False):
+    """The options of `generate`, `stream`, and `resume`; see `AsyncRolloutClient.generate`."""
+
+    top_logprobs_source: TopLogprobsSource
+    on_abort: OnAbort
+    on_timeout: OnTimeout
+
+
+class ScoreOptions(CallOptions, total=False):
+    """The options of `score` and `stream_scores`; see `AsyncRolloutClient.score`."""
+
+    start: Start
+    on_abort: Literal["raise", "resume"]
 
 
 class AsyncRolloutClient:
@@ -131,9 +157,7 @@ class AsyncRolloutClient:
             )
         self._is_pushing = threading.Lock()
         self._kind, self._max_retries = kind, max_retries
-        self._runner = MethodCallRunner(
-            self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries
-        )
+        self._runs = Runs(self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries)
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._configs[0].ssl is not None:
@@ -165,13 +189,8 @@ class AsyncRolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout]: ...
 
     @overload
@@ -180,13 +199,8 @@ class AsyncRolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout | SglangToppError]: ...
 
     async def generate(
@@ -194,13 +208,8 @@ class AsyncRolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Generate samples for every prompt, and return all samples.
 
@@ -234,7 +243,10 @@ class AsyncRolloutClient:
                 This rollout holds everything generated so far and can be resumed. `"resume"` continues the
                 sample, as often as needed, once the engine accepts requests again. `"resume"` requires
                 `max_new_tokens`. After `abort` in this client, `"resume"` raises an AbortedError too.
-            timeout_s: the time limit of the whole call, including retries; None for no limit.
+            timeout_s: the time limit of the whole call, including retries; None for no limit. The default is
+                four hours, and no limit for `stream`.
+            on_timeout: what happens at the time limit. `"raise"` raises an error. `"return"` aborts what is
+                unfinished, and returns it as rollouts with finish reason `"abort"`, which can be resumed.
             progress: whether to show a progress line. If stderr is not a terminal, the client never shows the
                 line. With None, the client shows the line for batches that take over two seconds, unless the
                 program has set up logging.
@@ -263,24 +275,16 @@ class AsyncRolloutClient:
             SampledTokenMissingError: a set lacks its sampled token.
             WireError: any other part of the answer is missing, is malformed, or contradicts the request.
         """
-        requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-
-        def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
-            return self._stream(requests, None, on_abort, timeout_s, progress, request_id, on_failure)
-
-        return await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
+        requests = _plan(prompts, sampling_params, options)
+        return await self._runs.gather(
+            requests, self._options("generate", options, DEFAULT_TIMEOUT_S, return_exceptions)
+        )
 
     def stream(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams = None,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
-        progress: bool | None = None,
-        request_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Rollout, None]:
         """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
@@ -294,8 +298,8 @@ class AsyncRolloutClient:
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
         """
-        requests = plan(prompts, sampling_params, top_logprobs_p, top_logprobs_source)
-        return self._stream(requests, None, on_abort, timeout_s, progress, request_id)
+        requests = _plan(prompts, sampling_params, options)
+        return self._stream(requests, self._options("stream", options, None))
 
     @overload
     async def resume(
@@ -303,13 +307,8 @@ class AsyncRolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout]: ...
 
     @overload
@@ -318,13 +317,8 @@ class AsyncRolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout | SglangToppError]: ...
 
     async def resume(
@@ -332,13 +326,8 @@ class AsyncRolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Continue rollouts that were aborted, cut off at `max_new_tokens`, or extended by the caller.
 
@@ -361,11 +350,8 @@ class AsyncRolloutClient:
                 `top_logprobs_source` and the `top_logprobs_p` with which they were generated. For rollouts
                 without sets, pass None.
             top_logprobs_source: as for `generate`.
-            on_abort: as for `generate`.
-            timeout_s: as for `generate`.
-            progress: as for `generate`.
-            request_id: as for `generate`.
             return_exceptions: as for `generate`; the returned list has one entry per rollout.
+            on_abort, timeout_s, on_timeout, progress, request_id: as for `generate`.
 
         Returns:
             The continued rollouts, in the order of `rollouts` and with unchanged indices. No rollouts make an
@@ -378,16 +364,17 @@ class AsyncRolloutClient:
         """
         if isinstance(rollouts, Sequence) and not len(rollouts):
             return []
-        requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
-        parts = dict(enumerate(existing))
-
-        def start(on_failure: OnFailure | None) -> AsyncGenerator[Rollout, None]:
-            return self._stream(requests, parts, on_abort, timeout_s, progress, request_id, on_failure)
-
+        requests, existing = plan_resume(
+            rollouts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
+        )
         # Two of the caller's rollouts can have the same `prompt_index` and the same `sample_index`. Each of
         # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
         # code below gives each result the two indices of the caller's rollout.
-        resumed = await collect_in_order(ROLLOUTS, requests, start, return_exceptions=return_exceptions)
+        resumed = await self._runs.gather(
+            _interruptible(requests, options),
+            self._options("resume", options, DEFAULT_TIMEOUT_S, return_exceptions),
+            dict(enumerate(existing)),
+        )
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
             if isinstance(rest, Rollout)
@@ -402,40 +389,17 @@ class AsyncRolloutClient:
         self,
         sequences: Sequences,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[ScoreOptions],
     ) -> list[Score]: ...
 
     @overload
     async def score(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        return_exceptions: bool,
+        self, sequences: Sequences, *, return_exceptions: bool, **options: Unpack[ScoreOptions]
     ) -> list[Score | SglangToppError]: ...
 
     async def score(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        return_exceptions: bool = False,
+        self, sequences: Sequences, *, return_exceptions: bool = False, **options: Unpack[ScoreOptions]
     ) -> list[Any]:
         """Return the log-probs and candidate sets that the engine's model assigns to existing sequences.
 
@@ -455,10 +419,8 @@ class AsyncRolloutClient:
             on_abort: how to treat a sequence that the engine aborts because of `abort_all`, a pause, or a
                 weight update. `"raise"` raises an error. `"resume"` sends the sequence again as soon as the
                 engine accepts requests.
-            timeout_s: as for `generate`.
-            progress: as for `generate`.
-            request_id: as for `generate`.
             return_exceptions: as for `generate`; the returned list has one entry per sequence.
+            timeout_s, progress, request_id: as for `generate`.
 
         Returns:
             The scores in the order of the sequences.
@@ -469,27 +431,17 @@ class AsyncRolloutClient:
                 the context length minus 7).
             SglangToppError: as for `generate`.
         """
-        requests = plan_scores(sequences, top_logprobs_p, start)
-
-        def begin(on_failure: OnFailure | None) -> AsyncGenerator[Score, None]:
-            return self._stream_scores(requests, on_abort, timeout_s, progress, request_id, on_failure)
-
-        return await collect_in_order(SCORES, requests, begin, return_exceptions=return_exceptions)
+        requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
+        return await self._runs.gather(
+            requests, self._options("score", options, DEFAULT_TIMEOUT_S, return_exceptions)
+        )
 
     def stream_scores(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = None,
-        progress: bool | None = None,
-        request_id: str | None = None,
+        self, sequences: Sequences, **options: Unpack[ScoreOptions]
     ) -> AsyncGenerator[Score, None]:
         """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
-        requests = plan_scores(sequences, top_logprobs_p, start)
-        return self._stream_scores(requests, on_abort, timeout_s, progress, request_id)
+        requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
+        return self._stream(requests, self._options("stream_scores", options, None))
 
     # -- requests in flight ------------------------------------------------------------------------
 
@@ -517,7 +469,7 @@ class AsyncRolloutClient:
             request with this id.
         """
         check_request_id(request_id)
-        return await self._runner.abort(request_id)
+        return await self._runs.abort(request_id)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines, including requests of other clients.
@@ -527,7 +479,7 @@ class AsyncRolloutClient:
         `"resume"`. For this client's requests with `on_abort="return"`, `abort_all` has the same effect as
         `abort`: the client sends no further prompts of these requests, and returns their partial samples.
         """
-        await self._runner.abort_all()
+        await self._runs.abort_all()
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -590,9 +542,16 @@ class AsyncRolloutClient:
         engines = [EngineControl(config, limit_s, via) for config in self._engines]
         if not self._is_pushing.acquire(blocking=False):
             raise InvalidInputError("push_weights: this client is pushing already; await that push first")
+        began = f"the push of version {version!r} that began at {time.strftime('%H:%M:%S')}"
+        self._runs.pauses.update({config.base_url.rstrip("/"): began for config in self._engines})
         try:
             async with weight_sender(weights, version, via, limit_s) as send:
                 await push_to_fleet(engines, send, version=version, mode=pause)
+            self._runs.pauses.clear()
+        except BaseException as error:
+            cause = str(error).partition("\n")[0] or type(error).__name__
+            self._runs.pauses.update(dict.fromkeys(self._runs.pauses, f"{began} failed: {cause}"))
+            raise
         finally:
             self._is_pushing.release()
             for engine in engines:
@@ -607,8 +566,8 @@ class AsyncRolloutClient:
                 mapping from each URL to the server's answer.
         """
         if base_url is None and not isinstance(self._base_url, str):
-            return await self._runner.infos()
-        (info,) = (await self._runner.infos([base_url or self._configs[0].base_url])).values()
+            return await self._runs.servers.infos()
+        (info,) = (await self._runs.servers.infos([base_url or self._configs[0].base_url])).values()
         return info
 
     async def check_servers(self) -> None:
@@ -628,7 +587,7 @@ class AsyncRolloutClient:
             ServerError: a sidecar is not ready; the message states the reason.
             SglangToppError: a server does not answer, or refuses the request.
         """
-        await self._runner.check_fields()
+        await self._runs.servers.check_fields()
 
     async def close(self) -> None:
         """Stop all requests on this event loop, and close the loop's connections.
@@ -636,7 +595,7 @@ class AsyncRolloutClient:
         The client stays usable after `close`. `close` waits up to three seconds for the engines to receive
         the aborts of the stopped requests.
         """
-        await self._runner.close()
+        await self._runs.close()
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -646,50 +605,73 @@ class AsyncRolloutClient:
     ) -> None:
         await self.close()
 
-    def _stream(
+    async def _stream(
+        self, requests: Sequence[SampleRequest], options: RunOptions
+    ) -> AsyncGenerator[Any, None]:
+        async with aclosing(self._runs.stream(requests, options)) as results:
+            async for _, result in results:
+                yield result
+
+    def _options(
         self,
-        requests: Sequence[SampleRequest],
-        existing: Mapping[int, Rollout] | None,
-        on_abort: OnAbort,
+        method: str,
+        options: GenerateOptions | ScoreOptions,
         timeout_s: float | None,
-        progress: bool | None,
-        request_id: str | None,
-        on_failure: OnFailure | None = None,
-    ) -> AsyncGenerator[Rollout, None]:
-        timeout_s = _check_call(timeout_s, progress, request_id)
-        check_on_abort(on_abort)
-        return self._runner.rollouts(
-            requests,
-            existing=existing,
+        return_exceptions: bool = False,
+    ) -> RunOptions:
+        """Check the options of a call, whose default time limit is `timeout_s`."""
+        kind = ScoreOptions if "score" in method else GenerateOptions
+        for name in options:
+            if name not in kind.__optional_keys__:
+                raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+        if not isinstance(return_exceptions, bool):
+            raise InvalidInputError(
+                f"return_exceptions: got {describe(return_exceptions)}, expected True or False"
+            )
+        given = cast(dict[str, Any], options)
+        progress, request_id = given.get("progress"), given.get("request_id")
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
+        if request_id is not None:
+            check_request_id(request_id)
+        if (limit_s := given.get("timeout_s", timeout_s)) is not None:
+            limit_s = seconds("timeout_s", limit_s)
+        on_abort, on_timeout = given.get("on_abort", "raise"), given.get("on_timeout", "raise")
+        if kind is ScoreOptions:
+            if not isinstance(on_abort, str) or on_abort not in ("raise", "resume"):
+                raise InvalidInputError(
+                    f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
+                )
+        else:
+            check_on_abort(on_abort)
+        if on_timeout not in ("raise", "return"):
+            raise InvalidInputError(f"on_timeout: got {describe(on_timeout)}, expected 'raise' or 'return'")
+        return RunOptions(
+            request_id or uuid.uuid4().hex,
             on_abort=on_abort,
-            timeout_s=timeout_s,
+            timeout_s=limit_s,
+            on_timeout=on_timeout,
             progress=progress,
-            request_id=request_id,
-            on_failure=on_failure,
+            keeps_going=return_exceptions,
+            max_retries=self._max_retries,
+            max_message_bytes=self._configs[0].max_message_bytes,
         )
 
-    def _stream_scores(
-        self,
-        requests: Sequence[ScoreRequest],
-        on_abort: Literal["raise", "resume"],
-        timeout_s: float | None,
-        progress: bool | None,
-        request_id: str | None,
-        on_failure: OnFailure | None = None,
-    ) -> AsyncGenerator[Score, None]:
-        timeout_s = _check_call(timeout_s, progress, request_id)
-        if not isinstance(on_abort, str) or on_abort not in ("raise", "resume"):
-            raise InvalidInputError(
-                f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
-            )
-        return self._runner.scores(
-            requests,
-            is_repeated=on_abort == "resume",
-            timeout_s=timeout_s,
-            progress=progress,
-            request_id=request_id,
-            on_failure=on_failure,
-        )
+
+def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOptions) -> list[SampleRequest]:
+    requests = plan(
+        prompts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
+    )
+    return _interruptible(requests, options)
+
+
+def _interruptible(requests: Sequence[SampleRequest], options: GenerateOptions) -> list[SampleRequest]:
+    """Mark the requests whose partial samples the caller, or this client, wants."""
+    on_abort = options.get("on_abort", "raise")
+    check_on_abort(on_abort)
+    if on_abort == "raise" and options.get("on_timeout") == "return":
+        on_abort = "return"
+    return mark_interruptible(requests, on_abort)
 
 
 def _server_urls(name: str, urls: Any) -> list[str]:
@@ -708,12 +690,3 @@ def _server_urls(name: str, urls: Any) -> list[str]:
     if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
         raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
     return list(urls)
-
-
-def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:
-    """Check the arguments that the methods for rollouts and scores share. Return `timeout_s` as a float."""
-    if progress is not None and not isinstance(progress, bool):
-        raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
-    if request_id is not None:
-        check_request_id(request_id)
-    return None if timeout_s is None else seconds("timeout_s", timeout_s)

@@ -11,18 +11,13 @@ import functools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.async_client import DEFAULT_TIMEOUT_S, AsyncRolloutClient
-from sglang_topp_client.requests.plan_generate import (
-    SamplingParams,
-    TopLogprobsP,
-    TopLogprobsSource,
-)
-from sglang_topp_client.requests.plan_score import Sequences, Start
+from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions, ScoreOptions
+from sglang_topp_client.requests.plan_generate import SamplingParams
+from sglang_topp_client.requests.plan_score import Sequences
 from sglang_topp_client.requests.prompts import Prompts
-from sglang_topp_client.requests.resume import OnAbort
 from sglang_topp_client.transport.loop_thread import LoopThread
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
@@ -66,7 +61,7 @@ class RolloutClient:
             max_retries=max_retries,
             max_message_bytes=max_message_bytes,
         )
-        self._thread = LoopThread()
+        self._thread = LoopThread(self._client.close)
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild, _ = self._client.__reduce__()
@@ -82,13 +77,8 @@ class RolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout]: ...
 
     @overload
@@ -97,13 +87,8 @@ class RolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout | SglangToppError]: ...
 
     def generate(
@@ -111,57 +96,25 @@ class RolloutClient:
         prompts: Prompts,
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Generate samples for every prompt, and return all of them; see `AsyncRolloutClient.generate`."""
         return self._thread.run(
-            self._client.generate(
-                prompts,
-                sampling_params,
-                top_logprobs_p=top_logprobs_p,
-                top_logprobs_source=top_logprobs_source,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-                return_exceptions=return_exceptions,
-            )
+            self._client.generate(prompts, sampling_params, return_exceptions=return_exceptions, **options)
         )
 
     def stream(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams = None,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = None,
-        progress: bool | None = None,
-        request_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Rollout]:
         """Yield each sample as it finishes; see `AsyncRolloutClient.stream`.
 
         Leaving the `for` loop early aborts the remaining samples.
         """
-        return self._iterate(
-            self._client.stream(
-                prompts,
-                sampling_params,
-                top_logprobs_p=top_logprobs_p,
-                top_logprobs_source=top_logprobs_source,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-            )
-        )
+        return self._iterate(self._client.stream(prompts, sampling_params, **options))
 
     @overload
     def resume(
@@ -169,13 +122,8 @@ class RolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout]: ...
 
     @overload
@@ -184,13 +132,8 @@ class RolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
     ) -> list[Rollout | SglangToppError]: ...
 
     def resume(
@@ -198,27 +141,12 @@ class RolloutClient:
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        top_logprobs_source: TopLogprobsSource = None,
-        on_abort: OnAbort = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> list[Any]:
         """Continue aborted, truncated, or extended rollouts; see `AsyncRolloutClient.resume`."""
         return self._thread.run(
-            self._client.resume(
-                rollouts,
-                sampling_params,
-                top_logprobs_p=top_logprobs_p,
-                top_logprobs_source=top_logprobs_source,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-                return_exceptions=return_exceptions,
-            )
+            self._client.resume(rollouts, sampling_params, return_exceptions=return_exceptions, **options)
         )
 
     @overload
@@ -226,81 +154,27 @@ class RolloutClient:
         self,
         sequences: Sequences,
         *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
         return_exceptions: Literal[False] = False,
+        **options: Unpack[ScoreOptions],
     ) -> list[Score]: ...
 
     @overload
     def score(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        return_exceptions: bool,
+        self, sequences: Sequences, *, return_exceptions: bool, **options: Unpack[ScoreOptions]
     ) -> list[Score | SglangToppError]: ...
 
     def score(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        return_exceptions: bool = False,
+        self, sequences: Sequences, *, return_exceptions: bool = False, **options: Unpack[ScoreOptions]
     ) -> list[Any]:
         """Return log-probs and candidate sets of existing sequences; see `AsyncRolloutClient.score`."""
-        return self._thread.run(
-            self._client.score(
-                sequences,
-                top_logprobs_p=top_logprobs_p,
-                start=start,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-                return_exceptions=return_exceptions,
-            )
-        )
+        return self._thread.run(self._client.score(sequences, return_exceptions=return_exceptions, **options))
 
-    def stream_scores(
-        self,
-        sequences: Sequences,
-        *,
-        top_logprobs_p: TopLogprobsP = None,
-        start: Start = None,
-        on_abort: Literal["raise", "resume"] = "raise",
-        timeout_s: float | None = None,
-        progress: bool | None = None,
-        request_id: str | None = None,
-    ) -> Iterator[Score]:
+    def stream_scores(self, sequences: Sequences, **options: Unpack[ScoreOptions]) -> Iterator[Score]:
         """Yield each score as it arrives; see `AsyncRolloutClient.stream_scores`.
 
         Leaving the `for` loop early aborts the unfinished requests.
         """
-        return self._iterate(
-            self._client.stream_scores(
-                sequences,
-                top_logprobs_p=top_logprobs_p,
-                start=start,
-                on_abort=on_abort,
-                timeout_s=timeout_s,
-                progress=progress,
-                request_id=request_id,
-            )
-        )
+        return self._iterate(self._client.stream_scores(sequences, **options))
 
     def _iterate(self, results: AsyncGenerator[_T, None]) -> Iterator[_T]:
         async def following() -> _T | None:
@@ -354,7 +228,7 @@ class RolloutClient:
 
     def close(self) -> None:
         """Stop all requests, and close the connections. The client stays usable."""
-        self._thread.stop(self._client.close)
+        self._thread.stop()
 
     def __enter__(self) -> RolloutClient:
         return self

@@ -15,11 +15,10 @@ import pytest
 import uvicorn
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_client import Rollout, Score
+from sglang_topp_client import Rollout, Score, retry_policy
 from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_to_json
 from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
-from sglang_topp_client.dispatch import retry_policy
 from sglang_topp_client.transport.framing import frame_head
 from sglang_topp_client.types.weight_spans import spans_to_json
 

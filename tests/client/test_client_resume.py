@@ -9,8 +9,8 @@ import pytest
 
 from sglang_topp import CandidateSets, errors
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
+from sglang_topp_client import run as run_module
 from sglang_topp_client.codecs.rollout_json import rollout_to_json
-from sglang_topp_client.dispatch import method_call_runner
 from sglang_topp_client.types.join_rollouts import join_parts
 
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -309,7 +309,7 @@ async def test_a_cancelled_abort_leaves_the_samples_alone(engine, client, fakes)
 
 async def test_a_partial_sample_that_takes_long_to_arrive_is_waited_for(engine, client, fakes, monkeypatch):
     """The idle timeout counts arriving bytes, not finished samples."""
-    monkeypatch.setitem(method_call_runner._GRACE_S, "sglang", 3.0)
+    monkeypatch.setitem(run_module._GRACE_S, "sglang", 3.0)
 
     async def large(asked, reply):
         await reply.start()
@@ -332,7 +332,7 @@ async def test_a_partial_sample_that_takes_long_to_arrive_is_waited_for(engine, 
 
 
 async def test_an_engine_that_hangs_is_given_up(engine, client, answers, hang, monkeypatch):
-    monkeypatch.setitem(method_call_runner._GRACE_S, "sglang", 0.4)
+    monkeypatch.setitem(run_module._GRACE_S, "sglang", 0.4)
 
     async def silent(asked, reply):
         await reply.hung_up()
@@ -353,7 +353,7 @@ async def test_an_engine_that_hangs_is_given_up(engine, client, answers, hang, m
 
 
 async def test_a_text_that_the_engine_never_took_in(engine, client, monkeypatch):
-    monkeypatch.setitem(method_call_runner._GRACE_S, "sglang", 0.2)
+    monkeypatch.setitem(run_module._GRACE_S, "sglang", 0.2)
 
     async def silent(asked, reply):
         await reply.hung_up()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, RolloutClient, Score
-from sglang_topp_client.dispatch import retry_policy
+from sglang_topp_client import AsyncRolloutClient, RolloutClient, Score, retry_policy
 
 SEQUENCES = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 

@@ -136,7 +136,7 @@ async def test_an_abort_keeps_the_samples_that_arrived(served, client):
     served.script.append(hang)
     waiting = asyncio.create_task(client.generate([[5], [7], [8]], request_id="mine", return_exceptions=True))
     async with asyncio.timeout(10):
-        while len(served.calls) < 3 or client._runner._here().endpoints._balancer.num_in_flight > 1:
+        while len(served.calls) < 3 or client._runs.servers.num_in_flight > 1:
             await asyncio.sleep(0.01)
     await client.abort("mine")
     outcomes = await waiting

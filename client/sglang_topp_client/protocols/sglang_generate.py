@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from types import NoneType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -45,16 +46,12 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
-from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
-    parse_token_logprobs,
-    read_weight_version,
-)
 from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
 from sglang_topp_client.requests.resume import empty_rollout
 from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.types.weight_spans import spans_from_json
 
-__all__ = ["GenerateExchange", "StreamedExchange"]
+__all__ = ["GenerateExchange", "StreamedExchange", "parse_token_logprobs", "read_weight_version"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
@@ -72,27 +69,18 @@ class StreamedExchange(ABC, Generic[_Result]):
 
     path = "/generate"
     accept = None
-    samples_per_call = 1
-    """The number of samples at which the dispatcher stops adding prompts to one HTTP call.
-
-    The value 1 puts one prompt in each call, with all `n` samples of the prompt.
-    """
     missing_route = ""
     prompts_field = "prompts"
     """The name of the caller's argument that holds the prompts, for error messages."""
 
-    def __init__(
-        self, wanted: Sequence[SampleRequest], *, request_id: str, timeout_s: float | None = None
-    ) -> None:
-        """Prepare one call. `SidecarExchange` in `sidecar_rollouts.py` documents the arguments.
-
-        SGLang has no time limit for a request, so the client does not send `timeout_s`.
+    def __init__(self, wanted: SampleRequest, *, request_id: str) -> None:
+        """Prepare one call for the samples of one prompt.
 
         The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
         suffix has a fixed length, because SGLang's scheduler matches the id in an abort request as a prefix.
         If the suffixes differed in length, an abort of `a-1` would also abort `a-10`.
         """
-        (self._wanted,) = wanted
+        self._wanted = wanted
         self._rid = fresh_id(request_id)
         self._chunks: dict[int, list[Mapping[str, Any]]] = {}
         self._engine_ids: dict[int, str] = {}
@@ -126,6 +114,11 @@ class StreamedExchange(ABC, Generic[_Result]):
             body[RESUMED] = wanted.resumed_tokens
         return body
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has begun to generate."""
+        return bool(self._chunks or self._finished)
+
     def open_ids(self) -> list[str]:
         """Return the ids to send to the engine's `/abort_request`."""
         return self.unfinished_ids()
@@ -134,11 +127,11 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Return the engine's ids of the unfinished samples, as far as the client knows these ids."""
         return list(self._engine_ids.values())
 
-    def read(self, line: bytes) -> list[_Result]:
+    def read(self, line: bytes) -> list[tuple[int, _Result]]:
         """Parse one line of the answer.
 
-        If the line finishes a sample, return a list with the result of the sample. If the line finishes no
-        sample, return an empty list.
+        Return a list with the sample index and the result of the sample that the line finishes, or an empty
+        list if it finishes none.
 
         Raises:
             WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
@@ -171,7 +164,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             raise _reported_error(chunk["error"], self.prompts_field)
         return self._take(chunk)
 
-    def _take(self, chunk: dict[str, Any]) -> list[_Result]:
+    def _take(self, chunk: dict[str, Any]) -> list[tuple[int, _Result]]:
         index = read_field(chunk, "index", int) if "index" in chunk else 0
         if index not in range(len(self._wanted.samples)) or index in self._finished:
             raise WireError(
@@ -197,7 +190,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             return []
         self._finished.add(index)
         del self._engine_ids[index]
-        return [self._result(index, self._chunks.pop(index))]
+        return [(self._wanted.samples[index], self._result(index, self._chunks.pop(index)))]
 
     @abstractmethod
     def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> _Result:
@@ -371,3 +364,47 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
     else:
         status = None
     return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))
+
+
+def parse_token_logprobs(
+    field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
+) -> NDArray[np.float32]:
+    """Return the log-probs in SGLang's list of `[logprob, token_id, text or null]` items, as float32 [T].
+
+    Args:
+        field: the name of the answer's field that holds the list.
+        entries: the list, with one `[logprob, token_id, text or null]` for each token.
+        token_ids: int32 [T], the expected tokens.
+        of: the noun that error messages use for the tokens, such as `"output"`.
+
+    Raises:
+        WireError: an item of `entries` is malformed, has no log-prob, or has a token id that differs from
+            `token_ids`.
+    """
+    if len(entries) != len(token_ids):
+        raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
+    try:
+        given, reported = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        if not set(map(type, given)) <= {float, int, NoneType}:
+            raise TypeError("a log-prob is not a number")
+        with np.errstate(over="ignore"):
+            logprobs = np.array(given, np.float64).astype(np.float32)
+    except (TypeError, KeyError, IndexError, OverflowError) as error:
+        raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
+    ids = parse_token_ids(field, reported)
+    if np.isnan(logprobs).any():
+        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
+    if len(wrong := np.flatnonzero(ids != token_ids)):
+        t = int(wrong[0])
+        raise WireError(field, f"got token {ids[t]} at position {t}, expected {token_ids[t]}, as in the {of}")
+    return logprobs
+
+
+def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
+    """Return the field `weight_version` as text, or None if the answer has no weight version."""
+    version = meta_info.get("weight_version")
+    if version is None:
+        return None
+    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
+    # argument `weight_version`, and the class does not convert this integer to text.
+    return str(version) if type(version) is int else read_text(meta_info, "weight_version")

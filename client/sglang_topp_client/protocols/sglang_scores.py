@@ -8,7 +8,7 @@ Tokens before `logprob_start_len` may come from the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from sglang_topp import formats
 from sglang_topp.errors import BadRequestError, WireError
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import read_field
-from sglang_topp_client.protocols.sglang_generate import StreamedExchange
-from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+from sglang_topp_client.protocols.sglang_generate import (
+    StreamedExchange,
     parse_token_logprobs,
     read_weight_version,
 )
@@ -44,13 +44,10 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 
     prompts_field = "sequences"
 
-    def __init__(
-        self, wanted: Sequence[ScoreRequest], *, request_id: str, timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, wanted: ScoreRequest, *, request_id: str) -> None:
         """See `StreamedExchange`."""
-        super().__init__(wanted, request_id=request_id, timeout_s=timeout_s)
-        (one,) = wanted
-        self._start = one.start
+        super().__init__(wanted, request_id=request_id)
+        self._start = wanted.start
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""

@@ -26,7 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ssl import SSLContext
@@ -68,7 +68,7 @@ _KEEPALIVE_S = 3.0
 _MAX_BYTES_BODY = 1 << 20
 _MAX_ERROR_BYTES = 1 << 16
 # A blocked event loop fires a timer late, and would then take an answer that has long arrived for a timeout.
-# `is_answering` therefore waits in so many steps. In each step the loop reads what has arrived.
+# `probe` therefore waits in so many steps. In each step the loop reads what has arrived.
 _PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
 _FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
@@ -259,30 +259,32 @@ class HttpClient:
         except TimeoutError:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
-    async def is_answering(self, path: str, *, timeout_s: float) -> bool:
-        """Return whether a GET request gets response headers, with any status, within `timeout_s`.
+    async def probe(self, path: str, *, timeout_s: float) -> int | None:
+        """Return the status of a GET request's answer, or None if no headers arrive within `timeout_s`.
 
-        Also return True if the connection fails within `timeout_s`, because a failed connection does not show
-        that the server hangs. A server that is shutting down refuses new connections, but still finishes its
+        Return 0 if the connection fails within `timeout_s`, because a failed connection does not show that
+        the server hangs. A server that is shutting down refuses new connections, but still finishes its
         earlier requests.
 
         `timeout_s` counts only the time in which the event loop could read an answer. A caller that blocks
         the loop for an hour, for example with a training step, uses up a tenth of `timeout_s`.
         """
-        answer = asyncio.ensure_future(self._has_headers(path))
+        answer = asyncio.ensure_future(self._status(path))
         try:
             for _ in range(_PROBE_WAITS):
                 if (await asyncio.wait([answer], timeout=timeout_s / _PROBE_WAITS))[0]:
-                    return True
-            return False
+                    return answer.result()
+            return None
         finally:
             answer.cancel()
             await asyncio.wait([answer])
 
-    async def _has_headers(self, path: str) -> None:
-        with suppress(aiohttp.ClientError, OSError):
-            async with self._send("GET", path, None, {}):
-                pass
+    async def _status(self, path: str) -> int:
+        try:
+            async with self._send("GET", path, None, {}) as response:
+                return response.status
+        except (aiohttp.ClientError, OSError):
+            return 0
 
     @asynccontextmanager
     async def _send(

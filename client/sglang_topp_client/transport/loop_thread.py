@@ -24,9 +24,13 @@ class LoopThread:
     The first call of `run` starts the thread. A forked process has no copy of it, so there the next call of
     `run` starts a new one. The thread ends when `stop` is called, when the LoopThread is garbage-collected,
     or when the interpreter exits.
+
+    Args:
+        last: makes a coroutine that runs on the event loop before it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        self._last = last
         self._running: _Running | None = None
         self._renew_lock()
         _all.add(self)
@@ -76,21 +80,18 @@ class LoopThread:
         running = self._running
         return running is not None and not running.loop.is_closed() and not _is_loop_thread()
 
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+    def stop(self) -> None:
         """End the background thread, and wait until it has ended. The next call of `run` starts a new one.
 
         The garbage collector may call this method on a background thread, to finalize an object of the
         caller. There, the method does not wait: threads that wait for themselves or each other never end.
-
-        Args:
-            last: makes a coroutine that runs before the event loop ends. It is not called if no thread runs.
         """
         with self._lock:
             running, self._running = self._running, None
         if running is None:
             return
         running.finalizer.detach()
-        ended = running.end(last)
+        ended = running.end(self._last)
         if not _is_loop_thread():
             running.join()
             ended.result()
@@ -103,7 +104,7 @@ class LoopThread:
             running = self._running
             if running is None:
                 running = _Running()
-                running.finalizer = weakref.finalize(self, running.stop)
+                running.finalizer = weakref.finalize(self, running.stop, self._last)
                 self._running = running
             if threading.current_thread() is running.thread:
                 raise RequestError(
@@ -154,10 +155,10 @@ class _Running:
             reason = fd_limit.shortage(error) or f"{type(error).__name__}: {error}"
             raise TransportError(f"no event loop could be started for the client: {reason}") from error
 
-    def stop(self) -> None:
-        """Cancel all tasks of the event loop, end the loop, and wait until the thread ends."""
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """Run `last`, cancel all tasks of the event loop, end the loop, and wait until the thread ends."""
         if not self.loop.is_closed():
-            self.end(None)
+            self.end(last)
             self.join()
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> Future[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.dispatch.method_call_runner import MethodCallRunner
 from sglang_topp_client.requests.plan_generate import SampleRequest, plan
 from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.run import RunOptions
+from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
@@ -34,6 +36,10 @@ __all__ = ["EngineClient", "FailedPrompt"]
 _PROBE_PROMPT = [0]
 _PROBE_ID = "sglang-topp-probe"
 _MAX_CALLS = 4096
+# The engine may have closed an idle connection, so the sidecar repeats a failed call to the engine once. Only
+# the sidecar's caller makes further retries, and waits if the engine refuses requests. If the sidecar retried
+# as often as its caller, the numbers of retries would multiply.
+_MAX_RETRIES = 1
 # The maximum number of long messages (over 1 MiB) that the sidecar reads from the engine at the same time.
 # Each of these messages holds one sample. The sidecar's memory limit (`MemoryLimit`) counts a sample only
 # after the sidecar has read the sample, so this maximum bounds the memory that is not counted yet.
@@ -64,14 +70,10 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        # The engine may have closed an idle connection, so the sidecar repeats a failed call to the engine
-        # once. Only the sidecar's caller makes further retries, and waits if the engine refuses requests. If
-        # the sidecar retried as often as its caller, the numbers of retries would multiply.
-        self._runner = MethodCallRunner(
+        self._runs = Runs(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
-            max_retries=1,
-            waits_out_refusals=False,
+            max_retries=_MAX_RETRIES,
             max_long_messages=_MAX_LONG_MESSAGES,
         )
         self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
@@ -113,8 +115,7 @@ class EngineClient:
     async def _generate_one(self, timeout_s: float) -> None:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
-        async for _ in self._runner.rollouts(requests, timeout_s=timeout_s, request_id=_PROBE_ID):
-            pass
+        await self._runs.gather(requests, replace(_options(_PROBE_ID), timeout_s=timeout_s))
 
     # -- samples -----------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class EngineClient:
             stream = self._stream(wanted, given, request)
             del given
             async with aclosing(stream) as samples:
-                async for sample in samples:
+                async for _, sample in samples:
                     share.remove(num_given)
                     share.add(sample)
                     if isinstance(sample, Score):
@@ -187,14 +188,13 @@ class EngineClient:
 
     def _stream(
         self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
-    ) -> AsyncGenerator[Rollout, None] | AsyncGenerator[Score, None]:
+    ) -> AsyncGenerator[tuple[tuple[int, int], Any], None]:
+        options = _options(request.request_id)
         if isinstance(wanted, ScoreRequest):
-            return self._runner.scores([wanted], request_id=request.request_id)
+            return self._runs.stream([wanted], options)
         assert isinstance(request, RolloutsBody)
         existing = {} if given is None else {wanted.prompt_index: given}
-        return self._runner.rollouts(
-            [wanted], existing=existing, on_abort=request.on_abort, request_id=request.request_id
-        )
+        return self._runs.stream([wanted], replace(options, on_abort=request.on_abort), existing)
 
     async def abort(self, request_id: str | None) -> int | None:
         """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.
@@ -210,8 +210,8 @@ class EngineClient:
         """
         try:
             if request_id is not None:
-                return await self._runner.abort(request_id)
-            await self._runner.abort_all()
+                return await self._runs.abort(request_id)
+            await self._runs.abort_all()
             return None
         except SglangToppError as error:
             raise from_engine_error(error) from error
@@ -219,4 +219,8 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._probe.close()
-        await self._runner.close()
+        await self._runs.close()
+
+
+def _options(request_id: str | None) -> RunOptions:
+    return RunOptions(request_id or uuid.uuid4().hex, max_retries=_MAX_RETRIES, waits_out_refusals=False)

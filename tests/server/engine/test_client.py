@@ -59,7 +59,7 @@ def test_pushed_weights_fail_one_prompt_of_a_stream_with_503(sidecar):
 
 
 def test_a_full_engine_is_429_with_its_own_retry_after(sidecar, monkeypatch, stream):
-    monkeypatch.setattr("sglang_topp_client.dispatch.retry_policy.delay_s", lambda *_: 0.0)
+    monkeypatch.setattr("sglang_topp_client.retry_policy.delay_s", lambda *_: 0.0)
 
     answer = sidecar.rollouts("a", fault="full", stream=stream)
 

@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, RolloutClient
-from sglang_topp_client.dispatch import retry_policy
+from sglang_topp_client import AsyncRolloutClient, RolloutClient, retry_policy
 from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.run import RunOptions
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -338,7 +338,7 @@ async def test_a_resumed_rollout_goes_to_the_server_that_made_it(engines):
             )
             for i, one in enumerate(made)
         ]
-        again = [rollout async for rollout in client._runner.rollouts(wanted)]
+        again = await client._runs.gather(wanted, RunOptions("again"))
     after = {tuple(call["input_ids"][:-1]): i for i, e in enumerate(engines) for call in e.calls}
     assert after == before
     first = {rollout.prompt_index: rollout.routing_key for rollout in made}

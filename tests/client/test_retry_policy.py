@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client.dispatch import retry_policy
+from sglang_topp_client import retry_policy
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
-"""The load balancer chooses the endpoint of the next call."""
+"""The choice of the server for the next call: load, back-off, and affinity."""
 
 import pytest
+from sglang_topp_client.dispatch.load_balancer import LoadBalancer
 
 from sglang_topp.errors import BadRequestError, OverloadedError, TransportError
-from sglang_topp_client.dispatch import retry_policy
-from sglang_topp_client.dispatch.load_balancer import LoadBalancer
+from sglang_topp_client import retry_policy
 from sglang_topp_client.transport.fd_limit import FileLimitError
 
 

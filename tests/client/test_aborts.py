@@ -11,8 +11,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, RolloutClient
-from sglang_topp_client.dispatch import abort_delivery
+from sglang_topp_client import AsyncRolloutClient, RolloutClient, servers
 
 # Tolerance for a loaded machine; otherwise the times are some hundredths of a second.
 SLACK_S = 2.5
@@ -132,7 +131,7 @@ async def test_close_waits_at_most_three_seconds():
             await client.generate([[1]] * 20, timeout_s=0.2)
         start = time.monotonic()
         await client.close()
-        assert time.monotonic() - start < abort_delivery.TIMEOUT_S + SLACK_S
+        assert time.monotonic() - start < servers._ABORT_TIMEOUT_S + SLACK_S
         assert len(asyncio.all_tasks()) <= 1 + 20 * 2  # this test's task, and the server's
 
 
@@ -287,7 +286,7 @@ def test_the_synchronous_client_keeps_its_time_limit(engine, hang, slow_aborts):
         caller.start()
         time.sleep(0.3)
         start = time.monotonic()
-    assert time.monotonic() - start < abort_delivery.TIMEOUT_S + SLACK_S
+    assert time.monotonic() - start < servers._ABORT_TIMEOUT_S + SLACK_S
     caller.join()
 
 

@@ -39,13 +39,20 @@ class RetryBudget:
         self._waits_out_refusals, self._repeats_aborted = waits_out_refusals, repeats_aborted
         self._num_failures = 0
 
-    def next_delay_s(self, error: SglangToppError) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if `error` ends the call."""
+    def next_delay_s(self, error: SglangToppError, *, has_begun: bool = False) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if `error` ends the call.
+
+        Args:
+            error: the error of the last attempt.
+            has_begun: whether the server had begun to generate. What it then refuses to finish, for example
+                because the sets exceed its memory, it would not finish the next time either, so this is a
+                failure.
+        """
         is_repeated = self._repeats_aborted and isinstance(error, AbortedError)
         self._waits_out_refusals |= is_repeated
         if not is_repeated and not is_retryable(error):
             return None
-        if not is_repeated and not (self._waits_out_refusals and _is_refusal(error)):
+        if not is_repeated and not (self._waits_out_refusals and not has_begun and _is_refusal(error)):
             if not self._num_left:
                 return None
             self._num_left -= 1

@@ -2,23 +2,22 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_client.dispatch import endpoint, hang_detection
-from sglang_topp_client.dispatch.hang_detection import HealthCheck
+from sglang_topp_client import AsyncRolloutClient, servers
 
 pytestmark = pytest.mark.usefixtures("no_leftovers", "hasty")
 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(hang_detection, "_SILENCE_S", 0.3)
-    monkeypatch.setattr(endpoint, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(servers, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(servers, "_PROBE_TIMEOUT_S", 0.3)
 
 
 @asynccontextmanager
@@ -68,7 +67,7 @@ async def test_a_server_that_hangs_in_the_middle_of_an_answer_fails_its_calls(en
         await reply.start()
         await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], 0), first_token_only=True))
         # The server answers nothing more, as if its process was stopped or its loop blocked.
-        engine.paths["/model_info"] = never
+        engine.paths["/ready"] = never
         await reply.hung_up()
 
     async def never(asked, reply):
@@ -93,7 +92,7 @@ async def test_a_long_queue_is_waited_for(engine, fakes):
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         work = asyncio.create_task(client.generate([[1], [2]]))
         async with asyncio.timeout(60):
-            while len(engine.of("/model_info")) < 4:
+            while len(engine.of("/ready")) < 4:
                 await asyncio.sleep(0.01)
         released.set()
         assert len(await work) == 2
@@ -136,36 +135,86 @@ async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, fakes, p
         assert len(await work) == 1
 
 
-async def test_only_two_failed_probes_in_a_row_count():
-    answers = [False, True, False, True, False, False]
-    health = HealthCheck(lambda: asyncio.sleep(0, answers.pop(0)), "http://it")
-    start = time.monotonic()
-    with pytest.raises(errors.TransportError, match="http://it: the server hangs: nothing arrived for"):
-        async with health.watch():
-            await asyncio.sleep(60)
-    assert answers == []
-    assert time.monotonic() - start < 30
+async def test_only_two_failed_probes_in_a_row_count(engine, hang):
+    answers = iter([False, True, False, True, False, False])
+
+    async def probed(asked, reply):
+        await (reply.json({}) if next(answers) else reply.hung_up())
+
+    engine.paths["/ready"] = probed
+    engine.script.append(hang)
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
+        with pytest.raises(errors.TransportError, match="the server hangs: nothing arrived for"):
+            await client.generate([5], timeout_s=60)
+    assert list(answers) == []
 
 
-async def test_a_byte_of_any_call_is_a_sign_of_life(monkeypatch):
-    monkeypatch.setattr(hang_detection, "_SILENCE_S", 2.0)
-    num_probes = 0
+async def test_a_byte_of_any_call_is_a_sign_of_life(engine, fakes, monkeypatch):
+    monkeypatch.setattr(servers, "_SILENCE_S", 2.0)
+    ends = asyncio.Event()
 
-    async def probe():
-        nonlocal num_probes
-        num_probes += 1
-        return True
+    async def silent(asked, reply):
+        while not ends.is_set():
+            await asyncio.sleep(0.05)
+        await fakes.answer_generate(asked, reply)
 
-    health = HealthCheck(probe, "http://it")
-    async with health.watch(), health.watch():
-        for _ in range(25):
+    async def comments(asked, reply):
+        await reply.start()
+        for _ in range(30):
+            await reply.write(b": alive\n\n")
             await asyncio.sleep(0.1)
-            health.note_received()
-        assert num_probes == 0
+        ends.set()
+        await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], 0)))
+        await reply.write(b"data: [DONE]\n\n")
+        await reply.end()
+
+    engine.script += [silent, comments]
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
+        assert len(await client.generate([[5], [6]], timeout_s=60)) == 2
+    assert engine.of("/ready") == []
 
 
-async def test_a_timeout_inside_of_a_call_is_not_converted():
-    health = HealthCheck(lambda: asyncio.sleep(0, True), "http://it")
-    with pytest.raises(TimeoutError):
-        async with health.watch(), asyncio.timeout(0.01):
-            await asyncio.sleep(60)
+# -- paused engines --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paused(engine, fakes):
+    """Return an event that lets the paused engine continue."""
+    continues = asyncio.Event()
+
+    async def waits(asked, reply):
+        while not continues.is_set():
+            await asyncio.sleep(0.01)
+        await fakes.answer_generate(asked, reply)
+
+    async def ready(asked, reply):
+        await reply.json({}, 200 if continues.is_set() else 503)
+
+    engine.paths |= {"/generate": waits, "/ready": ready}
+    return continues
+
+
+async def test_a_wait_for_a_paused_engine_says_so(engine, paused, caplog):
+    async with AsyncRolloutClient(engine.url, kind="sglang") as client:
+        work = asyncio.create_task(client.generate([[5], [6]]))
+        async with asyncio.timeout(30):
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+        (record,) = caplog.records
+        assert re.search(
+            r"2 calls wait, because http://\S+ has not been ready since \d\d:\d\d:\d\d .*: it was paused by",
+            record.getMessage(),
+        )
+        paused.set()
+        assert len(await work) == 2
+
+
+async def test_a_time_limit_in_a_pause_names_the_push_that_failed(engine, paused):
+    async with AsyncRolloutClient(engine.url, kind="sglang") as client:
+        with pytest.raises(errors.SglangToppError):
+            await client.push_weights("/", version="B")
+        with pytest.raises(
+            errors.RequestTimeoutError,
+            match=r"(?s)has not been ready since .*the push of version 'B'.*failed",
+        ):
+            await client.generate([5], timeout_s=3)

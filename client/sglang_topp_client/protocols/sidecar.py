@@ -1,0 +1,260 @@
+"""Protocol of the sidecar's `/rollouts` and `/scores`: write the request for one prompt, and read the answer.
+
+Request to `/rollouts`::
+
+    {"prompts": [...], "sampling_params": {...}, "top_logprobs_p": p | null, "top_logprobs_source": "sampler",
+     "on_abort": "return", "resumed_tokens": [k], "request_id": "...", "timeout_s": seconds | null,
+     "stream": true}
+
+The number `k` counts the tokens at the prompt's end that an earlier request generated. Request to `/scores`::
+
+    {"sequences": [...], "start": [1], "top_logprobs_p": p | null, "request_id": "...",
+     "timeout_s": seconds | null, "stream": true}
+
+The sidecar sends one message as each sample or score finishes, and a final message after the last one. A
+truncated answer has no final message. The message `{"error": {...}}` reports a failure. Answer::
+
+    {"prompt_index": 0, "sample_index": 2, ...}
+    {"done": true, "rollouts": 8}
+
+The client's `Accept` header asks for messages that begin with their length (`framing.py`). A sidecar that
+supports them encodes each result in binary form (`rollout_binary.py`, `score_codecs.py`), and the final
+message or an error message as JSON. Any other sidecar sends every message as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
+from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.codecs import rollout_binary, score_codecs
+from sglang_topp_client.codecs.answer_consistency import check_kept_mass
+from sglang_topp_client.codecs.binary_frame import is_frame
+from sglang_topp_client.codecs.error_json import error_from_json
+from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
+from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.types.rollout import ABORT, SAMPLER, Rollout
+from sglang_topp_client.types.score import Score
+
+__all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
+
+SERVICE = "sglang-topp"
+"""The value of the field `"service"` in a sidecar's `GET /info`. An engine has no route `/info`."""
+
+_Result = TypeVar("_Result", Rollout, Score)
+
+
+class _SidecarExchange(ABC, Generic[_Result]):
+    """One POST to a route of the sidecar: the request body, and the results received so far.
+
+    Args:
+        wanted: the prompt, with the indices of the samples to generate.
+        request_id: the caller's name for the request. The client appends a random suffix to it.
+        timeout_s: the time limit that the sidecar enforces, or None for no time limit.
+        max_bytes: the maximum size of a sample after decompression, in bytes.
+
+    Attributes:
+        path: the route. The final message has a field with the route's name, such as `rollouts`, which counts
+            the results that the sidecar sent.
+        media_type: the media type of an answer whose messages begin with their length.
+        missing_route: the error message if the sidecar does not have the route `path`.
+    """
+
+    path: str
+    media_type: str
+    missing_route = ""
+
+    def __init__(
+        self, wanted: SampleRequest, *, request_id: str, timeout_s: float | None = None, max_bytes: int
+    ) -> None:
+        self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
+        self._max_bytes = max_bytes
+        self._wanted = wanted
+        self._request_id = fresh_id(request_id)
+        self._timeout_s = timeout_s
+        self._finished: set[int] = set()
+        self.complete = False
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+
+    @abstractmethod
+    def _from_bytes(self, raw: bytes) -> _Result:
+        """Decode a binary record."""
+
+    @abstractmethod
+    def _from_json(self, record: dict[str, Any]) -> _Result:
+        """Decode a JSON record."""
+
+    @abstractmethod
+    def _check(self, result: _Result) -> tuple[int, _Result]:
+        """Check a result, and return its sample index and the result, as the caller counts them."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a sample has arrived."""
+        return bool(self._finished)
+
+    def open_ids(self) -> list[str]:
+        """Return a list of one id: this request's id, for the sidecar's route `/abort`."""
+        return [self._request_id]
+
+    def unfinished_ids(self) -> list[str]:
+        """Return an empty list: the sidecar itself aborts a request when its connection closes."""
+        return []
+
+    def read(self, line: bytes) -> list[tuple[int, _Result]]:
+        """Parse one message of the sidecar's answer.
+
+        Return a list with the sample index and the result that the message holds, or an empty list for an
+        empty line or the final message.
+
+        Raises:
+            WireError: the message is not in the sidecar's format, or the sample is inconsistent or does not
+                match the request.
+            SglangToppError: the message contains an error from the sidecar.
+        """
+        if not line:
+            return []
+        if is_frame(line):
+            return [self._place(self._from_bytes(line))]
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
+        if not isinstance(record, dict):
+            raise WireError("stream", f"got {type(record).__name__}, expected an object")
+        if "error" in record:
+            raise error_from_json(record["error"])
+        if record.get("done"):
+            expected, name = len(self._wanted.samples), self.path.removeprefix("/")
+            counted = record.get(name)
+            if counted != len(self._finished) or len(self._finished) != expected:
+                raise WireError(
+                    name,
+                    f"the server counts {describe(counted)}, got {len(self._finished)}, expected {expected}",
+                )
+            self.complete = True
+            return []
+        return [self._place(self._from_json(record))]
+
+    def _place(self, result: _Result) -> tuple[int, _Result]:
+        sample, placed = self._check(result)
+        self._finished.add(sample)
+        return sample, placed
+
+
+class RolloutsExchange(_SidecarExchange[Rollout]):
+    """One `POST /rollouts` request and its answer."""
+
+    path = "/rollouts"
+    media_type = rollout_binary.MEDIA_TYPE
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+        wanted = self._wanted
+        body: dict[str, Any] = {
+            "prompts": [wanted.prompt],
+            "sampling_params": {**wanted.sampling_params, "n": len(wanted.samples)},
+            "top_logprobs_p": wanted.top_logprobs_p,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+        # A sidecar of an older version may not know `top_logprobs_source`, `on_abort`, or `resumed_tokens`.
+        # The body therefore contains each of these fields only if the prompt needs it.
+        if wanted.top_logprobs_source == SAMPLER:
+            body["top_logprobs_source"] = SAMPLER
+        if wanted.is_interruptible:
+            body["on_abort"] = "return"
+        if wanted.resumed_tokens:
+            body[RESUMED] = [wanted.resumed_tokens]
+        return body
+
+    def _from_bytes(self, raw: bytes) -> Rollout:
+        return rollout_binary.rollout_from_bytes(raw, max_bytes=self._max_bytes)
+
+    def _from_json(self, record: dict[str, Any]) -> Rollout:
+        return rollout_from_json(record)
+
+    def _check(self, result: Rollout) -> tuple[int, Rollout]:
+        wanted = self._wanted
+        if result.prompt_index:
+            raise WireError("prompt_index", f"got {result.prompt_index}, expected 0, the only prompt")
+        at = result.sample_index
+        if at >= len(wanted.samples) or wanted.samples[at] in self._finished:
+            raise WireError(
+                "sample_index", f"got {at}, expected an unfinished one of {len(wanted.samples)} samples"
+            )
+        is_partial = wanted.is_interruptible and result.finish_reason == ABORT
+        if result.finish_reason not in ("stop", "length") and not is_partial:
+            raise RolloutError(f"a sample finished with {describe(result.finish_reason)}")
+        if wanted.top_logprobs_source is not None:
+            if result.candidates is None:
+                raise MissingCandidateSetsError(
+                    "candidates", "the response holds none, though they were asked for"
+                )
+            check_source(wanted, result.top_logprobs_source)
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(result.candidates, wanted.top_logprobs_p, field="candidates")
+        if isinstance(wanted.prompt, list) and result.prompt_ids.tolist() != wanted.prompt:
+            raise WireError("prompt_ids", "got other ids than those of the prompt")
+        sample = wanted.samples[at]
+        return sample, replace(result, prompt_index=wanted.prompt_index, sample_index=sample)
+
+
+class ScoresExchange(_SidecarExchange[Score]):
+    """One `POST /scores` request and its answer."""
+
+    path = "/scores"
+    media_type = score_codecs.MEDIA_TYPE
+    missing_route = (
+        "this sidecar has no /scores, because its version of sglang-topp is too old to score; install the"
+        " client's version there, or use its engine directly (kind='sglang')"
+    )
+    _wanted: ScoreRequest
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+        return {
+            "sequences": [self._wanted.prompt],
+            "start": [self._wanted.start],
+            "top_logprobs_p": self._wanted.top_logprobs_p,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+
+    def _from_bytes(self, raw: bytes) -> Score:
+        return score_codecs.score_from_bytes(raw, max_bytes=self._max_bytes)
+
+    def _from_json(self, record: dict[str, Any]) -> Score:
+        return score_codecs.score_from_json(record)
+
+    def _check(self, result: Score) -> tuple[int, Score]:
+        wanted = self._wanted
+        if result.sequence_index or self._finished:
+            raise WireError(
+                "sequence_index", f"got {result.sequence_index}, expected one score of sequence 0"
+            )
+        if result.start != wanted.start:
+            raise WireError("start", f"got {result.start}, expected {wanted.start}")
+        if isinstance(wanted.prompt, list) and result.token_ids.tolist() != wanted.prompt:
+            raise WireError("token_ids", "got other ids than those of the sequence")
+        candidates = result.candidates
+        if wanted.top_logprobs_p is None:
+            candidates = None
+        elif candidates is None:
+            raise MissingCandidateSetsError(
+                "candidates", "the response holds none, though they were asked for"
+            )
+        else:
+            check_kept_mass(candidates, wanted.top_logprobs_p, field="candidates")
+        return 0, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)

@@ -1,0 +1,466 @@
+"""Run: one call of `generate`, `resume`, or `score`, with one coroutine for each of its prompts.
+
+The coroutine of a prompt (`Run._prompt`) knows which samples are missing. It picks a server, sends one HTTP
+call for the missing samples, and reads the answer. If the call fails, it asks again for what is still
+missing, under a new id, from another server or after a delay. It ends once no sample is missing. A sample
+that the engine has aborted gets a coroutine of its own if the caller wants it resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from sglang_topp.errors import (
+    AbortedError,
+    AuthenticationError,
+    BadRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    RolloutError,
+    SglangToppError,
+    TransportError,
+)
+from sglang_topp_client.progress import Progress
+from sglang_topp_client.protocols.sglang_generate import GenerateExchange
+from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
+from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
+from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests.resume import (
+    OnAbort,
+    as_finished,
+    continuation_request,
+    empty_rollout,
+)
+from sglang_topp_client.retry_policy import RetryBudget, is_retryable
+from sglang_topp_client.servers import Kind, Server, Servers
+from sglang_topp_client.transport.extra_headers import ROUTING_KEY
+from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.types.join_rollouts import join_parts
+from sglang_topp_client.types.rollout import ABORT, Rollout
+from sglang_topp_client.types.score import Score
+
+__all__ = ["OnTimeout", "Place", "Run", "RunOptions"]
+
+OnTimeout: TypeAlias = Literal["raise", "return"]
+Place: TypeAlias = tuple[int, int]
+"""A prompt index and a sample index."""
+Result = TypeVar("Result", Rollout, Score)
+_Exchange: TypeAlias = GenerateExchange | GenerateScoreExchange | RolloutsExchange | ScoresExchange
+
+_EXCHANGES: dict[tuple[Kind, bool], Any] = {
+    ("sglang", False): GenerateExchange,
+    ("sglang", True): GenerateScoreExchange,
+    ("sidecar", False): RolloutsExchange,
+    ("sidecar", True): ScoresExchange,
+}
+# Messages above this size are decoded in a thread, because decoding takes milliseconds and would block the
+# event loop.
+_OFF_LOOP_BYTES = 1 << 18
+_REFUSALS = (AuthenticationError, BadRequestError, OverloadedError)
+_MAX_WAITING_RESULTS = 1024
+_FILE_WAIT_S = 0.1
+# An engine that aborted a sample before its first token would probably abort the next request too.
+_FIRST_RESUME_WAIT_S, _MAX_RESUME_WAIT_S = 0.05, 2.0
+# At the deadline, the caller gets its error first. Canceling hundreds of calls may take a second.
+_CALLER_FIRST_S = 0.02
+# After `stop`, a server that sends nothing for this many seconds is given up. A sidecar first waits for its
+# engine.
+_GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
+# An engine ignores an abort for a request that has not reached it yet, so `stop` repeats each abort.
+_REPEAT_ABORT_S = 0.25
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of one call of `generate`, `resume`, or `score`; see `AsyncRolloutClient.generate`.
+
+    Attributes:
+        keeps_going: whether the other prompts go on if one fails (`return_exceptions`).
+        waits_out_refusals: whether a call waits for servers that accept no request at the moment (429, 503).
+    """
+
+    request_id: str
+    on_abort: OnAbort = "raise"
+    timeout_s: float | None = None
+    on_timeout: OnTimeout = "raise"
+    progress: bool | None = False
+    keeps_going: bool = False
+    max_retries: int = 4
+    waits_out_refusals: bool = True
+    max_message_bytes: int = 512 * 2**20
+
+
+@dataclass
+class _Job:
+    """What one coroutine still has to do.
+
+    Attributes:
+        wanted: the caller's request for complete samples of one prompt.
+        request: the request to send: `wanted`, or the request for the rest of one sample.
+        part: the earlier part of that sample, or None.
+        wait_s: how long to wait before the first call.
+        missing: the sample indices that no server has returned yet.
+        server, exchange: the call in flight; the server is None between two calls.
+    """
+
+    wanted: SampleRequest
+    request: SampleRequest
+    part: Rollout | None = None
+    wait_s: float = 0.0
+    missing: set[int] = field(init=False)
+    server: Server | None = None
+    exchange: _Exchange | None = None
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.request.samples)
+
+
+class Run(Generic[Result]):
+    """One call of `generate`, `resume`, or `score`, on the event loop that creates it.
+
+    Args:
+        servers: the client's servers on this event loop.
+        requests: one request for each prompt.
+        options: the caller's options.
+        existing: rollouts to continue, by prompt index. Such a prompt has one sample, which continues the
+            rollout.
+
+    Attributes:
+        name: the caller's name for the call. Several calls may have the same name.
+        missing: the places whose results have not been delivered.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        requests: Sequence[SampleRequest],
+        options: RunOptions,
+        existing: Mapping[int, Rollout] | None = None,
+    ) -> None:
+        self.name = options.request_id
+        self.missing = {
+            (request.prompt_index, sample): None for request in requests for sample in request.samples
+        }
+        self._servers, self._requests, self._options = servers, requests, options
+        self._existing = existing or {}
+        self._of_scores = isinstance(requests[0], ScoreRequest)
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = None if options.timeout_s is None else self._clock() + options.timeout_s
+        self._results: asyncio.Queue[tuple[Place, Any] | None] = asyncio.Queue()
+        self._max_waiting = _MAX_WAITING_RESULTS
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._stop = asyncio.Event()
+        self._received_at = 0.0
+        self._is_ending = False
+        self._too_late: RequestTimeoutError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # -- the caller's side -------------------------------------------------------------------------
+
+    async def results(self) -> AsyncGenerator[tuple[Place, Result | SglangToppError], None]:
+        """Send all calls, and yield each result with its place as it arrives.
+
+        Errors are yielded only if `RunOptions.keeps_going` is set; otherwise the first one is raised. Leaving
+        the generator aborts what is unfinished.
+        """
+        timer = None
+        if self._deadline is not None:
+            timer = asyncio.get_running_loop().call_at(self._deadline, self._time_out)
+        task = self._task = asyncio.create_task(self._all_prompts())
+        task.add_done_callback(self._end)
+        try:
+            noun = "scores" if self._of_scores else "rollouts"
+            with Progress(len(self.missing), self._options.progress, of=noun) as bar:
+                while (item := await self._results.get()) is not None:
+                    # The prompts go on only after the caller has taken half of the results. Otherwise, each
+                    # result that it takes would wake them.
+                    if self._results.qsize() <= self._max_waiting // 2:
+                        self._has_room.set()
+                    if not isinstance(item[1], SglangToppError):
+                        bar.add(len(item[1].logprobs))
+                    yield item
+            if self._too_late is not None:
+                raise self._too_late
+            if task.cancelled():
+                raise AbortedError(f"request {self.name} was aborted by this client")
+            task.result()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            # Do not wait for the canceled task: it may close hundreds of connections, which takes a second.
+            self.cancel()
+
+    async def wait(self) -> None:
+        """Wait until all calls have ended. Canceling this wait does not cancel them."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once all calls have ended."""
+        if self._task is None:
+            callback()
+        else:
+            self._task.add_done_callback(lambda _: callback())
+
+    def cancel(self) -> None:
+        """End all calls. The caller gets an AbortedError."""
+        self._is_ending = True
+        if self._task is not None and not self._task.cancelling():
+            self._task.cancel()
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether the caller takes partial samples when the call is aborted."""
+        return self._options.on_abort == "return"
+
+    def stop(self) -> None:
+        """Abort all samples, but keep the connections, so that what was generated still arrives."""
+        self._received_at = self._clock()
+        self._stop.set()
+        # The caller may have stopped taking results, and the prompts must end all the same.
+        self._max_waiting = 1 << 60
+        self._has_room.set()
+
+    def _time_out(self) -> None:
+        if self._options.on_timeout == "return":
+            self.stop()
+            return
+        noun = "sequence" if self._of_scores else "sample"
+        causes = [server.paused or str(server.error or "") for server in self._servers.all]
+        self._too_late = RequestTimeoutError(
+            f"timeout_s: {self._options.timeout_s} s passed before every {noun} finished; None sets no limit"
+            + "".join(f"\n  {cause}" for cause in causes if cause)
+        )
+        self._results.put_nowait(None)
+        asyncio.get_running_loop().call_later(_CALLER_FIRST_S, self.cancel)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._results.put_nowait(None)
+        if not task.cancelled():
+            # asyncio logs an exception that no code retrieves, and a caller that has stopped iterating does
+            # not.
+            task.exception()
+
+    def _deliver(self, place: Place, result: Rollout | Score | SglangToppError) -> None:
+        del self.missing[place]
+        self._results.put_nowait((place, result))
+        if self._results.qsize() >= self._max_waiting:
+            self._has_room.clear()
+
+    # -- the prompts -------------------------------------------------------------------------------
+
+    async def _all_prompts(self) -> None:
+        """Start a coroutine for each prompt, as far as `max_connections` allows, and wait for all."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for wanted in self._requests:
+                    part = self._existing.get(wanted.prompt_index)
+                    if part is not None:
+                        part = replace(part, prompt_index=wanted.prompt_index, sample_index=0)
+                        if (whole := as_finished(part, wanted)) is not None:
+                            self._deliver((wanted.prompt_index, 0), whole)
+                            continue
+                    await self._has_room.wait()
+                    await self._servers.slots.acquire()
+                    request = wanted if part is None else continuation_request(part, wanted, 0)
+                    self._start(_Job(wanted, request, part)).add_done_callback(self._free_slot)
+                    # Starting a call takes a millisecond, and there may be a thousand.
+                    await asyncio.sleep(0)
+        except ExceptionGroup as failed:
+            first = failed.exceptions[0]
+        else:
+            return
+        # Raised inside of the `except` block, `first` would lose its own context or cause.
+        raise first
+
+    def _start(self, job: _Job) -> asyncio.Task[None]:
+        return self._group.create_task(self._prompt(job))
+
+    def _free_slot(self, _: object) -> None:
+        self._servers.slots.release()
+
+    async def _prompt(self, job: _Job) -> None:
+        """Carry one prompt, or the rest of one sample, to its end."""
+        try:
+            if self.can_stop or self._options.on_timeout == "return":
+                await self._until_stopped(job)
+            else:
+                await self._until_complete(job)
+        except SglangToppError as error:
+            if not self._options.keeps_going:
+                self._is_ending = True
+                raise
+            for sample in job.missing:
+                self._deliver((job.wanted.prompt_index, sample), error)
+
+    async def _resume(self, job: _Job) -> None:
+        async with self._servers.slots:
+            await self._prompt(job)
+
+    async def _until_complete(self, job: _Job) -> None:
+        """Ask servers for the missing samples until none is missing."""
+        if job.wait_s:
+            await asyncio.sleep(job.wait_s)
+        budget: RetryBudget | None = None
+        failed: set[Server] = set()
+        while job.missing:
+            try:
+                with self._servers.pick(len(job.missing), job.request.routing_key, without=failed) as server:
+                    await self._call(job, server)
+                    return
+            except SglangToppError as error:
+                job.server = None
+                if not job.missing and is_retryable(error):
+                    return  # for example, the connection broke after the last sample
+                budget = budget or self._budget(job)
+                if isinstance(error, FileLimitError) and self._servers.num_in_flight:
+                    # Each running call frees its file descriptors when it ends.
+                    wait_s = _FILE_WAIT_S
+                else:
+                    failed.add(server)
+                    if is_retryable(error) and self._servers.has_ready(without=failed):
+                        continue
+                    has_begun = job.exchange is not None and job.exchange.has_begun
+                    if (delay_s := budget.next_delay_s(error, has_begun=has_begun)) is None:
+                        if (none_answers := self._servers.none_answers(error)) is not None:
+                            raise none_answers from error
+                        raise
+                    failed.clear()
+                    wait_s = delay_s
+            await asyncio.sleep(wait_s)
+
+    def _budget(self, job: _Job) -> RetryBudget:
+        return RetryBudget(
+            self._options.max_retries,
+            # The engine that aborted a sample may be paused, so its rest waits in any case.
+            waits_out_refusals=self._options.waits_out_refusals or job.part is not None,
+            repeats_aborted=self._of_scores and self._options.on_abort == "resume",
+        )
+
+    async def _call(self, job: _Job, server: Server) -> None:
+        """Send one call for the missing samples, and take each result as it arrives."""
+        job.exchange = None
+        kind = await server.kind()
+        if kind == "sglang" and isinstance(job.request.prompt, tuple):
+            # Apply the chat template once for all attempts, because the engines may have different templates.
+            ids = await server.apply_chat_template(job.request.prompt)
+            job.request = replace(job.request, prompt=ids)
+        request = replace(job.request, samples=tuple(sorted(job.missing)))
+        options: dict[str, Any] = {}
+        if kind == "sidecar":
+            options = {"timeout_s": self._left_s(), "max_bytes": self._options.max_message_bytes}
+        exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
+        key = server.routing_key(request.routing_key)
+        headers = {ROUTING_KEY: key} | ({"Accept": exchange.accept} if exchange.accept else {})
+        job.server, job.exchange = server, exchange
+        is_open = is_refused = False
+        try:
+            async with server.post(exchange.path, exchange.body(), headers, self._hear) as messages:
+                is_open = True
+                async for message in messages:
+                    if len(message) < _OFF_LOOP_BYTES:
+                        results = exchange.read(message)
+                    else:
+                        results = await asyncio.to_thread(exchange.read, message)
+                    while results:
+                        self._take(job, key, *results.pop(0))
+                    # Free the message now: it may be large, and the next message may arrive much later.
+                    del message
+            if not exchange.complete:
+                raise TransportError("the answer was cut off: it ended before its last message")
+        except SglangToppError as error:
+            if len(self._servers.all) > 1:
+                error.add_note(f"the server is {server.base_url}")
+            is_refused = not is_open and isinstance(error, _REFUSALS)
+            if isinstance(error, BadRequestError) and exchange.missing_route and error.status in (404, 405):
+                raise BadRequestError(exchange.missing_route, status=error.status, body=error.body) from error
+            raise
+        finally:
+            job.server = None
+            if not is_refused:
+                server.abort_soon(exchange.unfinished_ids())
+
+    def _take(self, job: _Job, key: str, sample: int, result: Any) -> None:
+        """Take one result of a call: deliver it, or continue the sample that it is a part of."""
+        if isinstance(result, Rollout):
+            is_new = len(result.output_ids) > 0
+            result = replace(result, routing_key=key)
+            if job.part is not None:
+                result = join_parts(job.part, result)
+            if result.finish_reason == ABORT and not self._stop.is_set():
+                if self._options.on_abort == "raise":
+                    raise AbortedError(
+                        "an abort, a pause, or a weight update ended a sample; on_abort='resume' continues it"
+                    )
+                if self._options.on_abort == "resume":
+                    job.missing.discard(sample)
+                    wait_s = min(max(2 * job.wait_s, _FIRST_RESUME_WAIT_S), _MAX_RESUME_WAIT_S)
+                    self._continue(job.wanted, sample, result, 0.0 if is_new else wait_s)
+                    return
+            # The last HTTP request may have lower token limits than the caller's.
+            wanted = job.wanted
+            result = replace(
+                result, sampling_params=wanted.sampling_params, top_logprobs_p=wanted.top_logprobs_p
+            )
+        self._deliver((job.wanted.prompt_index, sample), result)
+        job.missing.discard(sample)
+
+    def _continue(self, wanted: SampleRequest, sample: int, part: Rollout, wait_s: float) -> None:
+        if not self._is_ending:
+            request = continuation_request(part, wanted, sample)
+            self._group.create_task(self._resume(_Job(wanted, request, part, wait_s)))
+
+    async def _until_stopped(self, job: _Job) -> None:
+        """Do the same as `_until_complete`. After `stop`, abort the call in flight, and deliver what arrived.
+
+        The abort is repeated until the call ends, or the server sends nothing for `_GRACE_S`. Samples that
+        are still missing then are delivered without new tokens.
+        """
+        work = asyncio.ensure_future(self._until_complete(job))
+        stop = asyncio.ensure_future(self._stop.wait())
+        sent: dict[str, asyncio.Task[None]] = {}
+        try:
+            if not self._stop.is_set():
+                await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            while not work.done() and job.server is not None and job.exchange is not None:
+                for name in job.exchange.open_ids():
+                    if name not in sent or sent[name].done():
+                        sent[name] = asyncio.create_task(_abort(job.server, name))
+                grace_s = _GRACE_S[await job.server.kind()]
+                if (left_s := self._received_at + grace_s - self._clock()) <= 0:
+                    break
+                await asyncio.wait({work}, timeout=min(left_s, _REPEAT_ABORT_S))
+        finally:
+            for future in (stop, work, *sent.values()):
+                future.cancel()
+            await asyncio.wait({stop, work, *sent.values()})
+        if not work.cancelled():
+            work.result()
+        for sample in sorted(job.missing):
+            if (nothing := empty_rollout(job.request, sample, self.name)) is None:
+                raise RolloutError(
+                    f"request {self.name} was aborted before the engine had tokenized prompt"
+                    f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give the"
+                    " prompt as ids to get a rollout without tokens"
+                )
+            self._take(job, job.request.routing_key, sample, nothing)
+
+    def _hear(self) -> None:
+        self._received_at = self._clock()
+
+    def _left_s(self) -> float | None:
+        """Return the seconds until the deadline, which a sidecar enforces too, or None."""
+        if self._deadline is None or self._options.on_timeout == "return":
+            return None
+        return max(self._deadline - self._clock(), 0.001)
+
+
+async def _abort(server: Server, name: str) -> None:
+    with suppress(SglangToppError):
+        await server.abort(name)

@@ -1,0 +1,539 @@
+"""The servers of a client: kind, health, load, and back-off of each, and the choice of one for a call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from sglang_topp.errors import (
+    BadRequestError,
+    InvalidInputError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+    WireError,
+    describe,
+)
+from sglang_topp_client.protocols import sglang_tokenize
+from sglang_topp_client.protocols.lost_fields import (
+    REFUSABLE,
+    check_fields_of_answer,
+    field_check_requests,
+)
+from sglang_topp_client.protocols.sidecar import SERVICE
+from sglang_topp_client.requests.prompts import Messages
+from sglang_topp_client.retry_policy import delay_s, is_retryable
+from sglang_topp_client.transport import fd_limit
+from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.http import HttpClient, ServerConfig
+
+__all__ = ["Kind", "Server", "Servers"]
+
+Kind: TypeAlias = Literal["sidecar", "sglang"]
+_T = TypeVar("_T")
+
+_INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
+# Both routes answer at once. SGLang's `/health` does not, because it generates a token. `/ready` answers 503
+# while the engine is paused, and SGLang before 0.5.23 answers 404.
+_PROBE_PATHS: dict[Kind, str] = {"sidecar": "/healthz", "sglang": "/ready"}
+_SILENCE_S = 10.0
+_PROBE_TIMEOUT_S = 10.0
+_MAX_FAILED_PROBES = 2
+# SGLang's scheduler answers `/server_info` only between two steps, so a short time limit would expire while
+# the scheduler is busy.
+_INFO_TIMEOUT_S = 30.0
+# A new engine compiles kernels during its first request, so a short time limit would expire too early.
+_FIELD_CHECK_TIMEOUT_S = 120.0
+_ABORT_TIMEOUT_S = 3.0
+# A sidecar answers `/abort` only after its engine has stopped the request, so a short time limit would expire
+# too early.
+_SIDECAR_ABORT_TIMEOUT_S = 10.0
+# A server counts as busier than another one if it has over so many samples more in flight. One server made
+# all samples of a prompt, so calls that prefer the same server often follow each other.
+_MAX_AHEAD = 8
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """One server, used from one event loop.
+
+    Args:
+        config: the server's connection settings.
+        kinds: maps the `base_url` of a server to its kind, `"sidecar"` or `"sglang"`, once the kind is known.
+            All event loops share this mapping.
+        pauses: maps the `base_url` of an engine that this client paused to the reason. All event loops share
+            this mapping.
+        max_long_messages: how many long messages the client reads at once from this server; see
+            `LongMessageSlots`.
+
+    Attributes:
+        num_in_flight: the number of samples that the running calls asked for.
+        error: the last retryable error, or None after a call that succeeded.
+        paused: why calls wait and since when, if the engine says that it is not ready, and otherwise empty.
+    """
+
+    def __init__(
+        self, config: ServerConfig, kinds: dict[str, Kind], pauses: Mapping[str, str], max_long_messages: int
+    ) -> None:
+        self.base_url = config.base_url
+        self.num_in_flight = self._last_call = 0
+        self.error: SglangToppError | None = None
+        self._num_failures, self._retry_at = 0, 0.0
+        self.paused = ""
+        self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
+        self._http = HttpClient(config, max_long_messages)
+        self._kinds, self._pauses = kinds, pauses
+        self._kind_lock = asyncio.Lock()
+        self._calls: set[asyncio.Timeout] = set()
+        self._heard_at = 0.0
+        self._watch: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return self.base_url
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    async def kind(self) -> Kind:
+        """Return `"sidecar"` or `"sglang"`. If the server's kind is unknown, send one `GET /info`.
+
+        Raises:
+            SglangToppError: the server did not answer, or refused the request.
+        """
+        if (known := self._kinds.get(self.base_url)) is not None:
+            return known
+        async with self._kind_lock:
+            if (known := self._kinds.get(self.base_url)) is None:
+                known = self._kinds[self.base_url] = "sidecar" if await self._is_sidecar() else "sglang"
+            return known
+
+    async def info(self) -> dict[str, Any]:
+        """Return the answer of a sidecar's `/info` or of SGLang's `/server_info`.
+
+        Raises:
+            SglangToppError: the server sends no answer, an error, or an answer that is not a JSON object.
+        """
+        path = _INFO_PATHS[await self.kind()]
+        info = await self._http.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
+        if not isinstance(info, dict):
+            raise WireError(path, f"got {type(info).__name__}, expected an object")
+        return info
+
+    async def check_fields(self) -> None:
+        """Check that request fields reach the engine, and that answer fields reach the client.
+
+        A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
+
+        Raises:
+            WireError: a field was lost; the error's `field` and message name the field.
+            ServerError: the sidecar is not ready.
+            SglangToppError: the server did not answer, or refused the request.
+        """
+        if await self.kind() == "sidecar":
+            info = await self.info()
+            if info.get("ready") is not True:
+                raise ServerError(f"{self.base_url} is not ready: {info.get('reason')}")
+            return
+        for body in field_check_requests():
+            try:
+                answer = await self._http.request_json(
+                    "POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S
+                )
+            except BadRequestError as error:
+                if not any(name in body and name in str(error) for name in REFUSABLE):
+                    raise
+            else:
+                check_fields_of_answer(self.base_url, body, answer)
+
+    async def _is_sidecar(self) -> bool:
+        try:
+            info = await self._http.request_json("GET", "/info", timeout_s=_PROBE_TIMEOUT_S)
+        except BadRequestError as error:
+            if error.status not in (404, 405):
+                raise
+            return False
+        return isinstance(info, dict) and info.get("service") == SERVICE
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def issued(self, routing_key: str) -> bool:
+        """Return whether this server generated the rollout whose `Rollout.routing_key` is `routing_key`."""
+        return routing_key.endswith(f"-{self._key_suffix}")
+
+    def routing_key(self, earlier: str) -> str:
+        """Return the value of the header `X-SMG-Routing-Key` for a request to this server.
+
+        Gateways send requests with the same key to the same worker.
+
+        Args:
+            earlier: the routing key of the rollout that the request continues or scores, or empty. The part
+                of the returned key before the `-` comes from `earlier`, or is random if `earlier` is empty.
+                The part after the `-` identifies this server.
+        """
+        return f"{earlier.partition('-')[0] or secrets.token_hex(8)}-{self._key_suffix}"
+
+    async def apply_chat_template(self, messages: Messages) -> list[int]:
+        """Return the token ids of chat messages. The server must be an engine, not a sidecar.
+
+        Raises:
+            BadRequestError: the template refuses the messages, or the server lacks the route.
+            SglangToppError: the server did not answer with token ids.
+        """
+        try:
+            answer = await self._http.request_json(
+                "POST", sglang_tokenize.PATH, sglang_tokenize.body(messages), timeout_s=_INFO_TIMEOUT_S
+            )
+        except BadRequestError as error:
+            raise BadRequestError(
+                f"prompts: the engine does not turn these chat messages into token ids: {error}; apply the"
+                " chat template with the model's tokenizer and give the ids",
+                status=error.status,
+                body=error.body,
+            ) from error
+        return sglang_tokenize.prompt_ids(answer)
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
+    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
+        """Send a POST request with `HttpClient.post`, while a health check watches the server.
+
+        A generation may wait in the engine's queue for an hour before its first byte arrives, so a time limit
+        of the call could not tell a busy server from one that hangs. A server that has sent nothing for 10 s
+        is therefore probed. After two failed probes in a row, all calls to it fail.
+
+        Raises:
+            TransportError: the server hangs.
+            SglangToppError: as for `HttpClient.post`.
+        """
+        expiry = asyncio.timeout(None)
+
+        def received() -> None:
+            self._hear()
+            on_received()
+
+        try:
+            async with expiry:
+                if not self._calls:
+                    self._hear()
+                self._calls.add(expiry)
+                if self._watch is None:
+                    self._watch = asyncio.create_task(self._watch_calls())
+                try:
+                    async with self._http.post(path, body, headers=headers, on_received=received) as messages:
+                        yield messages
+                finally:
+                    self._calls.discard(expiry)
+                    if not self._calls and self._watch is not None:
+                        self._watch.cancel()
+                        self._watch = None
+        except TimeoutError:
+            if not expiry.expired():
+                raise
+            raise TransportError(
+                f"{self.base_url}: the server hangs: nothing arrived for {_SILENCE_S:g} s, and then it"
+                f" answered none of {_MAX_FAILED_PROBES} probes"
+            ) from None
+
+    def _hear(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+
+    async def _watch_calls(self) -> None:
+        """Probe the server whenever it is silent for too long, until `post` cancels this task."""
+        clock = asyncio.get_running_loop().time
+        num_failed = 0
+        while True:
+            silent_s = clock() - self._heard_at
+            if silent_s < _SILENCE_S:
+                await asyncio.sleep(_SILENCE_S - silent_s)
+                num_failed = 0
+                continue
+            began = self._heard_at
+            path = _PROBE_PATHS[self._kinds.get(self.base_url, "sglang")]
+            status = await self._http.probe(path, timeout_s=_PROBE_TIMEOUT_S)
+            if self._heard_at > began:
+                continue
+            if status is not None:
+                self._hear()
+                self._note_pause(path == "/ready" and status == 503)
+                num_failed = 0
+                continue
+            num_failed += 1
+            if num_failed == _MAX_FAILED_PROBES:
+                self._watch = None
+                for expiry in self._calls:
+                    expiry.reschedule(clock())
+                self._calls.clear()
+                return
+
+    def _note_pause(self, is_paused: bool) -> None:
+        """Log that calls wait for a paused engine, and that they go on."""
+        if not is_paused:
+            if self.paused:
+                _log.warning("%s is ready again", self.base_url)
+            self.paused = ""
+        elif not self.paused:
+            reason = self._pauses.get(self.base_url.rstrip("/")) or (
+                "it was paused by a weight push, which may have failed, or by POST /pause_generation"
+            )
+            self.paused = (
+                f"{self.base_url} has not been ready since {time.strftime('%H:%M:%S')} (GET /ready: 503):"
+                f" {reason}; POST /continue_generation or a push that succeeds lets it go on"
+            )
+            _log.warning("%d calls wait, because %s", len(self._calls), self.paused)
+
+    # -- aborts ------------------------------------------------------------------------------------
+
+    async def abort(self, request_id: str) -> int:
+        """Ask the server to abort a request, and return how many prompts a sidecar says that it aborted.
+
+        An engine does not say whether it knew the id, and its aborts are not counted.
+
+        Args:
+            request_id: the request's id on this server: for an engine, the engine's id; for a sidecar, the
+                `request_id` that the sidecar received.
+        """
+        if await self.kind() == "sglang":
+            await self._abort_in_engine({"rid": request_id})
+            return 0
+        answer = await self._abort_by_sidecar({"request_id": request_id})
+        count = answer.get("aborted") if isinstance(answer, dict) else None
+        return count if type(count) is int else 0
+
+    async def abort_all(self) -> None:
+        """Ask the server to abort every request in the engine."""
+        if await self.kind() == "sidecar":
+            await self._abort_by_sidecar({"all": True})
+        else:
+            await self._abort_in_engine({"abort_all": True})
+
+    def abort_soon(self, engine_ids: Collection[str]) -> None:
+        """Ask the engine to abort requests that the caller has abandoned, and return at once.
+
+        The client has closed their connections too, and the engine then aborts them even without this
+        message, unless a proxy keeps its own connection open. So each abort is sent once, and errors are
+        ignored.
+        """
+        for engine_id in engine_ids:
+            task = asyncio.create_task(self._abort_once(engine_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort_once(self, engine_id: str) -> None:
+        with suppress(SglangToppError):
+            await self._abort_in_engine({"rid": engine_id})
+
+    async def aborts_sent(self) -> None:
+        """Wait for the aborts that `abort_soon` has begun, at most three seconds."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def _abort_in_engine(self, body: dict[str, Any]) -> None:
+        await self._http.request_json("POST", "/abort_request", body, timeout_s=_ABORT_TIMEOUT_S)
+
+    async def _abort_by_sidecar(self, body: dict[str, Any]) -> Any:
+        return await self._http.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
+
+    # -- load --------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server works, or its delay after a failure has passed, and it may get one test call."""
+        if not self._num_failures:
+            return True
+        return asyncio.get_running_loop().time() >= self._retry_at and not self.num_in_flight
+
+    @contextmanager
+    def carrying(self, num_samples: int, number: int) -> Generator[None, None, None]:
+        """Count the samples of the call number `number` as this server's load, and note whether it fails.
+
+        A retryable error in the `with` block counts as the server's failure. It is then not ready until a
+        delay has passed, which each further failure in a row roughly doubles (`delay_s`).
+        """
+        self._last_call = number
+        self.num_in_flight += num_samples
+        try:
+            yield
+        except SglangToppError as error:
+            # A lack of file descriptors in this process is no failure of the server.
+            if is_retryable(error) and not isinstance(error, FileLimitError):
+                self._note_failure(error)
+            raise
+        else:
+            self._num_failures, self._retry_at, self.error = 0, 0.0, None
+        finally:
+            self.num_in_flight -= num_samples
+
+    def _note_failure(self, error: SglangToppError) -> None:
+        self.error = error
+        now = asyncio.get_running_loop().time()
+        if now < self._retry_at:
+            return  # do not count another failure before the delay ends
+        self._num_failures += 1
+        wait_s = delay_s(self._num_failures, error)
+        self._retry_at = now + wait_s
+        if self._num_failures.bit_count() == 1:  # the failures 1, 2, 4, 8, …
+            _log.warning("%s fails, and is tried again in %.1f s: %s", self.base_url, wait_s, error)
+
+
+class Servers:
+    """All servers of one client, for the calls from one event loop. Create it while that loop runs.
+
+    Args:
+        configs: the servers' connection settings. The `max_connections` of the first config limits the calls
+            to all servers together.
+        kinds, pauses, max_long_messages: see `Server`.
+        max_retries: the maximum number of retries of a failed call.
+
+    Attributes:
+        slots: a place for each call that may be in flight.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ServerConfig],
+        kinds: dict[str, Kind],
+        pauses: Mapping[str, str],
+        *,
+        max_long_messages: int,
+        max_retries: int,
+    ) -> None:
+        self.all = [Server(config, kinds, pauses, max_long_messages) for config in configs]
+        self.slots = asyncio.Semaphore(fd_limit.max_connections(configs[0].max_connections))
+        self._max_retries = max_retries
+        self._num_calls = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of samples that the running calls asked for, of all servers."""
+        return sum(server.num_in_flight for server in self.all)
+
+    def has_ready(self, *, without: Collection[Server]) -> bool:
+        """Return whether any server outside of `without` is ready."""
+        return any(server.is_ready for server in self.all if server not in without)
+
+    def choose(self, routing_key: str = "", *, without: Collection[Server] = ()) -> Server:
+        """Return the server for one call: the least busy one that is ready.
+
+        The server that the routing key names probably has the prompt in its prefix cache. It is preferred
+        while it is not busier than the others. If no server is ready, the one whose delay ends first is
+        chosen.
+
+        Args:
+            routing_key: the `Rollout.routing_key` of the rollout that the call continues or scores, or empty.
+            without: servers on which this call failed. They are chosen only if all have failed.
+        """
+        fresh = [server for server in self.all if server not in without] or self.all
+        ready = [server for server in fresh if server.is_ready]
+        if not ready:
+            return min(fresh, key=lambda server: (server._retry_at, server.num_in_flight))
+        least_busy = min(ready, key=lambda server: (server.num_in_flight, server._last_call))
+        if routing_key:
+            for server in ready:
+                if (
+                    server.issued(routing_key)
+                    and server.num_in_flight <= least_busy.num_in_flight + _MAX_AHEAD
+                ):
+                    return server
+        return least_busy
+
+    @contextmanager
+    def pick(
+        self, num_samples: int, routing_key: str = "", *, without: Collection[Server] = ()
+    ) -> Generator[Server, None, None]:
+        """Choose the server for a call of `num_samples` samples, which runs in the `with` block."""
+        server = self.choose(routing_key, without=without)
+        self._num_calls += 1
+        with server.carrying(num_samples, self._num_calls):
+            yield server
+
+    def none_answers(self, error: SglangToppError) -> TransportError | None:
+        """If no server answers, return a TransportError that names every server.
+
+        Return None if at least one server has not failed, if `error` is not a TransportError, or if there is
+        only one server.
+        """
+        failures = {server.base_url: server.error for server in self.all if server.error is not None}
+        if len(self.all) == 1 or not isinstance(error, TransportError) or len(failures) < len(self.all):
+            return None
+        words = [f"\n  {base_url}: {failure}" for base_url, failure in failures.items()]
+        return TransportError(f"none of the {len(self.all)} servers answers:{''.join(words)}")
+
+    async def on_all(self, order: Callable[[Server], Awaitable[_T]]) -> list[_T]:
+        """Run `order` on every server, for example to abort a request, and return the results.
+
+        Raises:
+            SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
+                least one server answers, servers that do not answer are ignored. They need no order: a dead
+                server runs no requests, and calls to a hung server time out.
+        """
+        outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for failure in failures:
+            if len(failures) == len(outcomes) or not isinstance(failure, TransportError):
+                raise failure
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+    async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return each server's answer to `/info` or `/server_info`, by base URL.
+
+        Raises:
+            InvalidInputError: one of `base_urls` does not belong to one of the client's servers.
+            SglangToppError: a server does not answer, reports an error, or sends an answer that is not a JSON
+                object.
+        """
+        by_url = {server.base_url: server for server in self.all}
+        for base_url in base_urls or ():
+            if base_url not in tuple(by_url):
+                raise InvalidInputError(
+                    f"base_url: got {describe(base_url)}, expected one of {', '.join(by_url)}"
+                )
+        chosen = list(by_url if base_urls is None else base_urls)
+        return {url: await self._retrying(by_url[url].info) for url in chosen}
+
+    async def check_fields(self) -> None:
+        """Check every server; see `Server.check_fields`."""
+        for server in self.all:
+            await self._retrying(server.check_fields)
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Run `attempt`, and return its result. After a retryable error, run it again on the same server."""
+        for number in range(1, self._max_retries + 1):
+            try:
+                return await attempt()
+            except SglangToppError as error:
+                if not is_retryable(error):
+                    raise
+                await asyncio.sleep(delay_s(number, error))
+        return await attempt()
+
+    async def close(self) -> None:
+        """Wait for the aborts that are under way, and close every connection."""
+        try:
+            await self.aborts_sent()
+        finally:
+            await asyncio.gather(*(server.close() for server in self.all))
+
+    async def aborts_sent(self) -> None:
+        """Wait for the aborts that are under way, at most three seconds."""
+        await asyncio.gather(*(server.aborts_sent() for server in self.all))
