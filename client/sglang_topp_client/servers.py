@@ -17,7 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
@@ -97,13 +97,15 @@ class Server:
         self._num_failures, self._retry_at = 0, 0.0
         self.paused = ""
         self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
-        self._http = HttpClient(config, max_long_messages)
+        self._clock = asyncio.get_running_loop().time
+        self._http = HttpClient(config, max_long_messages, self.aborts_sent)
         self._kinds, self._pauses = kinds, pauses
         self._kind_lock = asyncio.Lock()
         self._calls: set[asyncio.Timeout] = set()
         self._heard_at = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._unsent_aborts: set[str] = set()
 
     def __repr__(self) -> str:
         return self.base_url
@@ -252,14 +254,13 @@ class Server:
             ) from None
 
     def _hear(self) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        self._heard_at = self._clock()
 
     async def _watch_calls(self) -> None:
         """Probe the server whenever it is silent for too long, until `post` cancels this task."""
-        clock = asyncio.get_running_loop().time
         num_failed = 0
         while True:
-            silent_s = clock() - self._heard_at
+            silent_s = self._clock() - self._heard_at
             if silent_s < _SILENCE_S:
                 await asyncio.sleep(_SILENCE_S - silent_s)
                 num_failed = 0
@@ -278,7 +279,7 @@ class Server:
             if num_failed == _MAX_FAILED_PROBES:
                 self._watch = None
                 for expiry in self._calls:
-                    expiry.reschedule(clock())
+                    expiry.reschedule(self._clock())
                 self._calls.clear()
                 return
 
@@ -331,21 +332,24 @@ class Server:
         ignored.
         """
         for engine_id in engine_ids:
+            self._unsent_aborts.add(engine_id)
             task = asyncio.create_task(self._abort_once(engine_id))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     async def _abort_once(self, engine_id: str) -> None:
-        with suppress(SglangToppError):
-            await self._abort_in_engine({"rid": engine_id})
+        await self._http.tell("/abort_request", {"rid": engine_id}, timeout_s=_ABORT_TIMEOUT_S)
+        self._unsent_aborts.discard(engine_id)
 
     async def aborts_sent(self) -> None:
         """Wait for the aborts that `abort_soon` has begun, at most three seconds."""
         if self._aborts:
             await asyncio.wait(self._aborts)
+        # An event loop that ends cancels its tasks, and then closes the connections.
+        await asyncio.gather(*map(self._abort_once, list(self._unsent_aborts)))
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Wait for the aborts that are under way, and close every connection."""
         await self._http.aclose()
 
     async def _abort_in_engine(self, body: dict[str, Any]) -> None:
@@ -361,7 +365,7 @@ class Server:
         """Whether the server works, or its delay after a failure has passed, and it may get one test call."""
         if not self._num_failures:
             return True
-        return asyncio.get_running_loop().time() >= self._retry_at and not self.num_in_flight
+        return self._clock() >= self._retry_at and not self.num_in_flight
 
     @contextmanager
     def carrying(self, num_samples: int, number: int) -> Generator[None, None, None]:
@@ -386,7 +390,7 @@ class Server:
 
     def _note_failure(self, error: SglangToppError) -> None:
         self.error = error
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         if now < self._retry_at:
             return  # do not count another failure before the delay ends
         self._num_failures += 1
@@ -529,10 +533,7 @@ class Servers:
 
     async def close(self) -> None:
         """Wait for the aborts that are under way, and close every connection."""
-        try:
-            await self.aborts_sent()
-        finally:
-            await asyncio.gather(*(server.close() for server in self.all))
+        await asyncio.gather(*(server.close() for server in self.all))
 
     async def aborts_sent(self) -> None:
         """Wait for the aborts that are under way, at most three seconds."""

@@ -1,7 +1,6 @@
 """The asynchronous client against real sockets."""
 
 import asyncio
-import inspect
 import json
 import pickle
 import threading
@@ -615,7 +614,7 @@ async def test_a_sidecar_is_recognized(sidecar, fakes):
         assert (await client.server_info())["service"] == "sglang-topp"
     for rollout, (prompt, index) in zip(rollouts, (([5], 0), ([5], 1), ([6], 0), ([6], 1)), strict=True):
         assert_equal(rollout, fakes.sample(prompt, index))
-    assert len(sidecar.calls) == 1
+    assert len(sidecar.of("/info")) == 2
 
 
 async def test_which_server_is_not_guessed_from_an_error(engine, sidecar):
@@ -633,7 +632,7 @@ async def test_which_server_is_not_guessed_from_an_error(engine, sidecar):
 # -- the sidecar -----------------------------------------------------------------------------------
 
 
-async def test_a_large_batch_goes_in_several_calls(sidecar, sidecar_client, fakes):
+async def test_each_prompt_goes_in_a_call_of_its_own(sidecar, sidecar_client, fakes):
     prompts = [[i % 90, i] for i in range(100)]
     rollouts = await sidecar_client.generate(prompts, {"n": 4}, top_logprobs_p=0.9)
     assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
@@ -643,8 +642,8 @@ async def test_a_large_batch_goes_in_several_calls(sidecar, sidecar_client, fake
         np.array_equal(r.output_ids, fakes.sample(prompts[r.prompt_index], r.sample_index).output_ids)
         for r in rollouts
     )
-    assert [len(body["prompts"]) for body in sidecar.calls] == [32, 32, 32, 4]
-    assert len({body["request_id"] for body in sidecar.calls}) == 4
+    assert sorted(body["prompts"][0] for body in sidecar.calls) == sorted(prompts)
+    assert len({body["request_id"] for body in sidecar.calls}) == 100
 
 
 def cut_records(fakes, count, *, politely):
@@ -662,26 +661,23 @@ def cut_records(fakes, count, *, politely):
 @pytest.mark.parametrize("politely", [True, False])
 async def test_a_cut_stream_never_passes_as_complete(sidecar, sidecar_client, fakes, politely):
     sidecar.script.append(cut_records(fakes, 3, politely=politely))
-    rollouts = await sidecar_client.generate([[5], [6], [7]], {"n": 2}, top_logprobs_p=0.9)
-    assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
-        (i, k) for i in range(3) for k in range(2)
-    ]
+    rollouts = await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)
+    assert [r.sample_index for r in rollouts] == [0, 1, 2, 3, 4, 5]
     first, second = sidecar.calls
     assert first["request_id"] != second["request_id"]
-    assert second["prompts"] == [[6], [7]]
-    assert second["sampling_params"] == [{"n": 1}, {"n": 2}]
+    assert (second["prompts"], second["sampling_params"]) == ([[5]], {"n": 3})
 
     sidecar.script += [cut_records(fakes, 5, politely=politely)] + [
         cut_records(fakes, 0, politely=politely)
     ] * 4
     with pytest.raises(errors.TransportError):
-        await sidecar_client.generate([[5], [6], [7]], {"n": 2}, top_logprobs_p=0.9)
+        await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)
 
 
 @pytest.mark.parametrize("politely", [True, False])
 async def test_a_cut_behind_the_last_sample_costs_nothing(sidecar, sidecar_client, fakes, politely):
     sidecar.script.append(cut_records(fakes, 6, politely=politely))
-    assert len(await sidecar_client.generate([[5], [6], [7]], {"n": 2}, top_logprobs_p=0.9)) == 6
+    assert len(await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)) == 6
     assert len(sidecar.calls) == 1
 
 
@@ -726,25 +722,25 @@ def cut_frames(fakes, num_bytes, *, politely):
 @pytest.mark.parametrize("politely", [False, True], ids=["reset", "ended"])
 @pytest.mark.parametrize("lacking", [1, 200, -3, None], ids=["a byte", "a part", "a length", "the end"])
 async def test_cut_frames_never_pass_as_complete(sidecar, sidecar_client, fakes, politely, lacking):
-    body = {"prompts": [[5], [6]], "sampling_params": {"n": 1}}
+    body = {"prompts": [[5]], "sampling_params": {"n": 2}}
     first, second = map(len, fakes.framed_samples(body))
     num_bytes = first if lacking is None else first + 3 if lacking < 0 else first + second - lacking
     sidecar.script += [cut_frames(fakes, num_bytes, politely=politely), fakes.answer_frames]
 
-    rollouts = await sidecar_client.generate([[5], [6]], top_logprobs_p=0.9)
+    rollouts = await sidecar_client.generate([5], {"n": 2}, top_logprobs_p=0.9)
 
-    for rollout, prompt in zip(rollouts, ([5], [6]), strict=True):
-        assert rollout.candidates == fakes.sample(prompt, 0).candidates
-    # Finished samples are not requested again.
-    assert [body["prompts"] for body in sidecar.calls] == [[[5], [6]], [[6]]]
+    # Finished samples are not requested again, and the retry gives sample 0 to the free place.
+    assert [rollout.sample_index for rollout in rollouts] == [0, 1]
+    assert [rollout.candidates == fakes.sample([5], 0).candidates for rollout in rollouts] == [True, True]
+    assert [call["sampling_params"]["n"] for call in sidecar.calls] == [2, 1]
 
 
 async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
     async with AsyncRolloutClient(sidecar.url, kind="sidecar") as client:
         sidecar.script.append(fakes.answer_frames)
-        in_frames = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
+        in_frames = await client.generate([5], {"n": 2}, top_logprobs_p=0.9)
         # An older sidecar ignores `Accept` and answers like this.
-        in_lines = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
+        in_lines = await client.generate([5], {"n": 2}, top_logprobs_p=0.9)
 
     accepts = [asked.headers["accept"] for asked in sidecar.of("/rollouts")]
     assert accepts == [f"{MEDIA_TYPE}, application/x-ndjson;q=0.5"] * 2
@@ -809,9 +805,13 @@ async def test_a_disconnect_aborts_at_a_sidecar(sidecar, sidecar_client):
         await task
     await until(lambda: gone)
     assert gone[0].startswith("mine-")
-    await sidecar_client.abort("unknown")
-    # An older sidecar has no `/abort`, so the abort is ignored.
-    assert [asked.body for asked in sidecar.of("/abort")] == [{"request_id": "unknown"}]
+
+    async def aborts(asked, reply):
+        await reply.json({"status": "ok", "aborted": 3})
+
+    sidecar.paths["/abort"] = aborts
+    assert await sidecar_client.abort("another's") == 3
+    assert [asked.body for asked in sidecar.of("/abort")] == [{"request_id": "another's"}]
 
 
 async def test_the_time_limit_is_passed_on(sidecar, sidecar_client):
@@ -886,9 +886,19 @@ def with_resumed_tokens(handler):
     return handle
 
 
-def test_generate_resume_and_score_have_a_default_time_limit():
-    for name in ("generate", "resume", "score"):
-        default = inspect.signature(getattr(AsyncRolloutClient, name)).parameters["timeout_s"].default
-        assert default == 4 * 3600.0
-    for name in ("stream", "stream_scores"):
-        assert inspect.signature(getattr(AsyncRolloutClient, name)).parameters["timeout_s"].default is None
+@pytest.mark.parametrize("name", ["generate", "score"])
+async def test_only_streams_have_no_time_limit(sidecar, sidecar_client, name):
+    await getattr(sidecar_client, name)([5, 6])
+    stream = getattr(sidecar_client, {"generate": "stream", "score": "stream_scores"}[name])
+    assert [result async for result in stream([5, 6])]
+    limited, unlimited = (asked.body for asked in sidecar.asked if asked.body)
+    assert 4 * 3600 - 60 < limited["timeout_s"] <= 4 * 3600
+    assert unlimited["timeout_s"] is None
+
+
+async def test_an_unknown_option_is_refused(engine, client):
+    with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'top_logprob_p'"):
+        await client.generate([5], top_logprob_p=0.9)
+    with pytest.raises(TypeError, match=r"stream_scores\(\) got an unexpected keyword argument 'on_timeout'"):
+        client.stream_scores([5, 6], on_timeout="return")
+    assert engine.asked == []

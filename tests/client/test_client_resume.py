@@ -648,7 +648,9 @@ async def test_resuming_through_a_sidecar(sidecar, fakes):
 
     sidecar.script.append(aborting)
     async with AsyncRolloutClient(sidecar.url) as client:
-        first, second = await client.generate([[5], [6]], SAMPLING, top_logprobs_p=0.9, on_abort="return")
+        first, second = await client.generate(
+            [5], {**SAMPLING, "n": 2}, top_logprobs_p=0.9, on_abort="return"
+        )
         assert (first.finish_reason, second.finish_reason) == ("abort", "stop")
         (whole,) = await client.resume([first], SAMPLING, top_logprobs_p=0.9)
         assert len(whole.output_ids) == 6

@@ -131,27 +131,19 @@ async def test_leaving_the_stream_aborts_the_rest_in_the_engine(engine, fakes):
     assert aborted in [call["rid"] for call in engine.calls]
 
 
-async def test_only_what_is_missing_is_scored_again(sidecar, fakes):
+async def test_each_sequence_goes_in_a_call_of_its_own(sidecar, fakes):
     sidecar.main_path = "/scores"
 
     async def cut(asked, reply):
         await reply.start(content_type="application/x-ndjson")
-        await reply.line(fakes.score_line(next(fakes.scores(asked.body))))
         raise fakes.Cut
 
     sidecar.script.append(cut)
     async with AsyncRolloutClient(sidecar.url) as client:
-        scores = await client.score(SEQUENCES, top_logprobs_p=0.5)
-    assert [score.sequence_index for score in scores] == [0, 1, 2]
-    assert [call["sequences"] for call in sidecar.calls] == [SEQUENCES, SEQUENCES[1:]]
-
-
-async def test_long_batches_go_in_several_calls(sidecar, fakes):
-    sidecar.main_path = "/scores"
-    async with AsyncRolloutClient(sidecar.url) as client:
         scores = await client.score([[5, i] for i in range(40)], top_logprobs_p=0.5)
+    assert [score.sequence_index for score in scores] == list(range(40))
     assert [score.token_ids[1] for score in scores] == list(range(40))
-    assert sorted(len(call["sequences"]) for call in sidecar.calls) == [8, 16, 16]
+    assert [len(call["sequences"]) for call in sidecar.calls] == [1] * 41
 
 
 async def test_a_sidecar_that_sends_lines(sidecar, fakes):

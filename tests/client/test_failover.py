@@ -293,23 +293,12 @@ async def test_the_kind_is_taken_from_the_first_server_that_answers(engines, nob
         assert_whole(await client.generate(PROMPTS, top_logprobs_p=0.9), fakes, PROMPTS)
 
 
-async def test_servers_of_two_kinds_are_refused(engines, sidecar):
+async def test_engines_and_sidecars_share_a_batch(engines, sidecar, fakes):
     async with AsyncRolloutClient([engines[0].url, sidecar.url]) as client:
-        with pytest.raises(
-            errors.InvalidInputError, match="so its kind differs from the others', expected only"
-        ):
-            await client.generate(PROMPTS, top_logprobs_p=0.9)
-
-
-async def test_requests_are_spread_over_several_sidecars(sidecar, fakes):
-    with fakes.Uvicorn(sidecar.app) as other:
-        async with AsyncRolloutClient([sidecar.url, other]) as client:
-            prompts = [[i + 1] for i in range(300)]
-            assert_whole(await client.generate(prompts, top_logprobs_p=0.9), fakes, prompts)
-            assert sorted(len(call["prompts"]) for call in sidecar.calls) == [44, 128, 128]
-            # The sidecars share a small batch too. The samples of a prompt stay together.
-            await client.generate([[1]] * 9, {"n": 4})
-            assert sorted(len(call["prompts"]) for call in sidecar.calls[3:]) == [4, 5]
+        assert_whole(await client.generate(PROMPTS, top_logprobs_p=0.9), fakes, PROMPTS)
+    assert len(engines[0].calls) + len(sidecar.calls) == len(PROMPTS)
+    assert engines[0].calls
+    assert sidecar.calls
 
 
 # -- keys ------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ssl import SSLContext
@@ -152,9 +152,16 @@ class HttpClient:
     Args:
         config: the server's connection settings.
         max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`.
+        before_close: awaited before the connections close, also if the event loop ends without `aclose`.
     """
 
-    def __init__(self, config: ServerConfig, max_long_messages: int) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        max_long_messages: int,
+        before_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._before_close = before_close
         # The client asks servers for uncompressed answers, because a few compressed bytes may expand to any
         # size.
         self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
@@ -259,6 +266,18 @@ class HttpClient:
         except TimeoutError:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
+    async def tell(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        """POST `body` as JSON, and ignore the answer and every failure.
+
+        Unlike the other methods, this one works while the event loop shuts down, which allows no new
+        asynchronous generators.
+        """
+        with suppress(aiohttp.ClientError, OSError, TransportError):
+            session = await self._open()
+            async with asyncio.timeout(timeout_s):
+                response = await session.post(self._base_url + path, json=body, allow_redirects=False)
+                await response.read()
+
     async def probe(self, path: str, *, timeout_s: float) -> int | None:
         """Return the status of a GET request's answer, or None if no headers arrive within `timeout_s`.
 
@@ -330,9 +349,19 @@ class HttpClient:
             )
             # When an event loop shuts down, the loop closes all of its asynchronous generators. The generator
             # `_closer` closes the aiohttp session at that time, even if the caller never calls `aclose`.
-            self._closer = _close_at_end(self._session)
+            self._closer = self._close_at_end(self._session)
             await anext(self._closer)
         return self._session
+
+    async def _close_at_end(self, session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            if self._before_close is not None:
+                await self._before_close()
+            await session.close()
+            # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
+            await asyncio.sleep(0)
 
     def _keepalive_socket(self, address: tuple[Any, ...]) -> socket.socket:
         family, kind, protocol, *_ = address
@@ -382,15 +411,6 @@ class _Connector(aiohttp.TCPConnector):
     def __del__(self, _warnings: Any = warnings) -> None:
         if self._pid == os.getpid():
             super().__del__(_warnings)
-
-
-async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        await session.close()
-        # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
-        await asyncio.sleep(0)
 
 
 def _media_type(response: aiohttp.ClientResponse) -> str:
