@@ -389,7 +389,15 @@ def sidecar() -> Iterator[FakeServer]:
     async def info(asked: Asked, reply: Reply) -> None:
         await reply.json({"service": "sglang-topp", "ready": True})
 
-    paths = {"/rollouts": answer_rollouts, "/scores": answer_score_frames, "/info": info}
+    async def abort(asked: Asked, reply: Reply) -> None:
+        await reply.json({"status": "ok", "aborted": 0})
+
+    paths = {
+        "/rollouts": answer_rollouts,
+        "/scores": answer_score_frames,
+        "/info": info,
+        "/abort": abort,
+    }
     server = FakeServer("/rollouts", paths)
     with _Uvicorn(server.app) as server.url:
         yield server

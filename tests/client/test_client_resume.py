@@ -464,6 +464,63 @@ async def test_interrupted_samples_are_resumed_until_they_are_complete(engine, c
     assert all(params["stop"] == ["x"] for _, params in calls)
 
 
+@pytest.mark.parametrize("on_abort", ["raise", "return", "resume"])
+@pytest.mark.parametrize("call", ["generate", "stream"])
+async def test_a_time_limit_can_return_what_was_generated(engine, client, fakes, answers, on_abort, call):
+    """Sample 5 is finished, sample 6 has a token, and prompt 7 has not been sent."""
+    partial = answers("abort")
+
+    async def until_aborted(asked, reply):
+        if asked.body["input_ids"] == [5]:
+            return await answers("stop")(asked, reply)
+        while not any(asked.body["rid"] == rid for rid in engine.aborted):
+            await asyncio.sleep(0.01)
+        await partial(asked, reply)
+
+    engine.paths["/generate"] = until_aborted
+    options = {"timeout_s": 1.0, "on_timeout": "return", "on_abort": on_abort, "top_logprobs_p": 0.9}
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_connections=1) as one_at_a_time:
+        prompts = [[5], [6], [7]]
+        if call == "generate":
+            made = await one_at_a_time.generate(prompts, SAMPLING, **options)
+        else:
+            made = [rollout async for rollout in one_at_a_time.stream(prompts, SAMPLING, **options)]
+    made.sort(key=lambda rollout: rollout.prompt_index)
+    assert [rollout.finish_reason for rollout in made] == ["stop", "abort", "abort"]
+    assert [len(rollout.output_ids) for rollout in made] == [fakes.NUM_TOKENS, fakes.NUM_TOKENS, 0]
+    assert len(engine.calls) == 2
+    engine.paths["/generate"] = answers("stop")
+    whole = await client.resume(made, SAMPLING, top_logprobs_p=0.9)
+    assert [rollout.finish_reason for rollout in whole] == ["stop"] * 3
+
+
+async def test_with_on_timeout_an_abort_is_an_error_as_before(engine, client, answers):
+    engine.script.append(answers("abort"))
+    with pytest.raises(errors.AbortedError):
+        await client.generate([5], SAMPLING, timeout_s=30, on_timeout="return")
+    with pytest.raises(
+        errors.InvalidInputError, match="on_timeout: got 'resume', expected 'raise'"
+    ):
+        await client.generate([5], SAMPLING, on_timeout="resume")
+
+
+async def test_aborts_without_tokens_back_off(engine, client, answers, fakes, monkeypatch):
+    monkeypatch.setattr(run_module, "_FIRST_RESUME_WAIT_S", 0.001)
+    monkeypatch.setattr(run_module, "_MAX_RESUME_WAIT_S", 0.02)
+    waits = []
+    proceed = run_module.Run._continue
+
+    def noted(self, wanted, sample, part, wait_s):
+        waits.append(wait_s)
+        proceed(self, wanted, sample, part, wait_s)
+
+    monkeypatch.setattr(run_module.Run, "_continue", noted)
+    engine.script += [answers("waiting")] * 7 + [answers("abort"), answers("stop")]
+    (rollout,) = await client.generate([5], SAMPLING, top_logprobs_p=0.9, on_abort="resume")
+    assert len(rollout.output_ids) == 2 * fakes.NUM_TOKENS
+    assert waits == [0.001, 0.002, 0.004, 0.008, 0.016, 0.02, 0.02, 0.0]
+
+
 async def test_nothing_to_resume_is_an_empty_list(engine, client):
     assert await client.resume([]) == await client.resume((), SAMPLING, return_exceptions=True) == []
     assert engine.asked == []

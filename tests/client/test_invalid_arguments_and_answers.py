@@ -17,7 +17,7 @@ from sglang_topp_client.argument_checks import fresh_id, truncate
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
 from sglang_topp_client.protocols.sglang_generate import GenerateExchange
-from sglang_topp_client.protocols.sidecar_rollouts import RolloutsExchange
+from sglang_topp_client.protocols.sidecar import RolloutsExchange
 from sglang_topp_client.requests.plan_generate import plan
 
 HUGE = 10**400
@@ -235,11 +235,11 @@ def read(reader, value):
 
 
 def of_engine(n=1, p=0.9, prompt=(5, 6)):
-    return GenerateExchange(plan([list(prompt)], {"n": n}, p), request_id="mine")
+    return GenerateExchange(*plan([list(prompt)], {"n": n}, p), request_id="mine")
 
 
 def of_sidecar(p=0.9):
-    return RolloutsExchange(plan([[5, 6]], None, p), request_id="mine", max_bytes=1 << 30)
+    return RolloutsExchange(*plan([[5, 6]], None, p), request_id="mine", max_bytes=1 << 30)
 
 
 def as_lists(chunk, sets):
@@ -344,7 +344,7 @@ def test_a_wrong_latency_is_named(fakes, latency_s):
 def test_a_clock_that_was_set_back_costs_no_sample(fakes):
     chunk = fakes.chunk(fakes.sample([5, 6], 0))
     chunk["meta_info"]["e2e_latency"] = -0.5
-    (rollout,) = of_engine().read(b"data: " + json.dumps(chunk).encode())
+    ((_, rollout),) = of_engine().read(b"data: " + json.dumps(chunk).encode())
     assert rollout.latency_s == 0.0
 
 
@@ -380,8 +380,8 @@ async def test_a_hostile_refusal(engine, body, retry_after):
     async def refuse(asked, reply):
         await reply.json(body, 429, Retry_After=retry_after)
 
-    engine.script.append(refuse)
+    engine.paths["/server_info"] = refuse
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         with pytest.raises(errors.OverloadedError) as caught:
-            await client.generate([1])
+            await client.server_info()
     assert caught.value.retry_after_s is None or 0 <= caught.value.retry_after_s < 1e300

@@ -1,11 +1,12 @@
 """The choice of the server for the next call: load, back-off, and affinity."""
 
 import pytest
-from sglang_topp_client.dispatch.load_balancer import LoadBalancer
 
 from sglang_topp.errors import BadRequestError, OverloadedError, TransportError
 from sglang_topp_client import retry_policy
+from sglang_topp_client.servers import Servers
 from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.http import ServerConfig
 
 
 class Clock:

@@ -13,7 +13,7 @@ from sglang_topp_client.requests.plan_generate import plan
 
 def exchange(n=1, p=0.9, prompt=(5, 6)):
     prompts = prompt if isinstance(prompt, str) else [list(prompt)]
-    return GenerateExchange(plan(prompts, {"n": n, "top_p": 0.8}, p), request_id="mine")
+    return GenerateExchange(*plan(prompts, {"n": n, "top_p": 0.8}, p), request_id="mine")
 
 
 def event(chunk):
@@ -45,7 +45,7 @@ def test_text_asks_for_the_prompts_ids_and_no_threshold_for_no_sets():
 
 
 def test_a_request_for_the_sampler_source(fakes):
-    one = GenerateExchange(plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    one = GenerateExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
     body = one.body()
     assert body["top_logprobs_source"] == "sampler"
     assert body["return_logprobs_in_base64"] is True
@@ -55,8 +55,8 @@ def test_a_request_for_the_sampler_source(fakes):
     with pytest.raises(errors.WireError, match="got 'distribution', expected 'sampler', as requested"):
         one.read(event(chunk))
     chunk["meta_info"]["top_logprobs_source"] = "sampler"
-    one = GenerateExchange(plan([[5, 6]], None, None, "sampler"), request_id="mine")
-    (rollout,) = one.read(event(chunk))
+    one = GenerateExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    ((_, rollout),) = one.read(event(chunk))
     assert rollout.top_logprobs_source == "sampler"
     assert rollout.candidates is not None
     with pytest.raises(errors.WireError, match="got 'sampler', expected 'distribution', as requested"):
@@ -84,7 +84,7 @@ def test_a_whole_answer_becomes_a_rollout(fakes):
     one = exchange()
     assert one.read(event(fakes.chunk(made, first_token_only=True))) == []
     assert one.unfinished_ids() == [made.request_id]
-    (rollout,) = one.read(event(fakes.chunk(made)))
+    ((_, rollout),) = one.read(event(fakes.chunk(made)))
     assert one.unfinished_ids() == []
     assert rollout.candidates == made.candidates
     assert np.array_equal(rollout.logprobs, made.logprobs)
@@ -102,7 +102,7 @@ def test_incremental_chunks_are_joined(fakes):
     middle = fakes.chunk(made, start=1, stop=4)
     middle["meta_info"] |= {"finish_reason": None, "completion_tokens": 4}
     assert one.read(event(middle | {"text": "<"})) == []
-    (rollout,) = one.read(event(fakes.chunk(made, start=4) | {"text": "0>"}))
+    ((_, rollout),) = one.read(event(fakes.chunk(made, start=4) | {"text": "0>"}))
     assert rollout.candidates == made.candidates
     assert np.array_equal(rollout.output_ids, made.output_ids)
     assert np.array_equal(rollout.logprobs, made.logprobs)
@@ -119,23 +119,23 @@ def test_a_prompt_that_is_only_scored_may_come_with_the_logprob_of_a_token_that_
         "output_token_logprobs": [[-0.5, 7, None]],
         "weight_versions": [{"version": "step-7", "start": 0, "end": 0}],
     }
-    (rollout,) = exchange(p=p).read(event(chunk))
+    ((_, rollout),) = exchange(p=p).read(event(chunk))
     assert len(rollout.output_ids) == len(rollout.logprobs) == 0
     assert (rollout.candidates is None) == (p is None)
 
 
 def test_each_tokens_weights_come_with_the_sets(fakes):
     made = fakes.sample([5, 6], 0)
-    (rollout,) = exchange().read(event(fakes.chunk(made)))
+    ((_, rollout),) = exchange().read(event(fakes.chunk(made)))
     assert rollout.weight_versions == made.weight_versions
     assert rollout.weight_version == rollout.weight_versions[-1] != rollout.weight_versions[0]
     # Without sets, the spans are SGLang's own, which can be off by one token.
-    (rollout,) = exchange(p=None).read(event(fakes.chunk(made)))
+    ((_, rollout),) = exchange(p=None).read(event(fakes.chunk(made)))
     assert rollout.weight_versions is None
     # A proxy in front of the engine removed the field.
     chunk = fakes.chunk(made)
     del chunk["meta_info"]["weight_versions"]
-    (rollout,) = exchange().read(event(chunk))
+    ((_, rollout),) = exchange().read(event(chunk))
     assert rollout.weight_versions is None
 
 
@@ -237,7 +237,7 @@ def test_missing_sets_are_named(fakes):
         del chunk["meta_info"][key]
     with pytest.raises(errors.MissingCandidateSetsError):
         exchange().read(event(chunk))
-    (rollout,) = exchange(p=None).read(event(chunk))
+    ((_, rollout),) = exchange(p=None).read(event(chunk))
     assert rollout.candidates is None
 
 
@@ -337,5 +337,5 @@ def test_the_field_that_is_too_long_is_named(fakes, words, field):
 
 
 def test_weights_without_a_name_have_none(fakes):
-    (rollout,) = exchange().read(finished(fakes, weight_version=None))
+    ((_, rollout),) = exchange().read(finished(fakes, weight_version=None))
     assert rollout.weight_version is None

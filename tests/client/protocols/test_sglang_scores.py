@@ -22,11 +22,11 @@ VAL, IDX, LENGTHS = (f"input_top_p_logprobs_{part}" for part in ("val_base64", "
 
 def exchange(sequence=IDS, p=0.5, start=2):
     sequences = sequence if isinstance(sequence, str) else [sequence]
-    return GenerateScoreExchange(plan_scores(sequences, p, start), request_id="mine")
+    return GenerateScoreExchange(*plan_scores(sequences, p, start), request_id="mine")
 
 
 def read(chunk, **options):
-    (score,) = exchange(**options).read(b"data: " + json.dumps(chunk).encode())
+    ((_, score),) = exchange(**options).read(b"data: " + json.dumps(chunk).encode())
     return score
 
 
