@@ -23,7 +23,7 @@ from sglang_topp.errors import (
     WeightPushError,
     WireError,
 )
-from sglang_topp_client.async_client import AsyncRolloutClient
+from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions, ScoreOptions
 from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.storage.trainer_columns import add_trainer_columns
 from sglang_topp_client.sync_client import RolloutClient
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncRolloutClient",
     "AuthenticationError",
     "BadRequestError",
+    "GenerateOptions",
     "InvalidCandidateSetsError",
     "InvalidInputError",
     "MissingCandidateSetsError",
@@ -49,6 +50,7 @@ __all__ = [
     "RolloutWriter",
     "SampledTokenMissingError",
     "Score",
+    "ScoreOptions",
     "ServerError",
     "SglangToppError",
     "TransportError",

@@ -75,8 +75,8 @@ class ScoreOptions(CallOptions, total=False):
 class AsyncRolloutClient:
     """An asyncio client for sidecars or for patched SGLang servers.
 
-    The client splits each method call into HTTP calls. With several servers, the client sends each HTTP call
-    to the server with the fewest samples in flight. All samples of a prompt go to one server. This server
+    Each prompt goes in an HTTP call of its own. With several servers, the client sends each call to the
+    server with the fewest samples in flight. All samples of a prompt go to one server. This server
     prefills the prompt once, and the samples share the prompt's KV through the prefix cache. If a server
     dies, hangs, or answers 429 or 5xx, the client immediately moves the server's unfinished samples to the
     other servers. The client tries the failed server again after 0.25 to 8 s, or after the time in the
@@ -86,9 +86,8 @@ class AsyncRolloutClient:
     it, and closes when that loop ends or `close` is called. Pickling a client copies only its configuration.
 
     Args:
-        base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses. If
-            there are several addresses, all servers must be of the same kind, and serve the same model and
-            weights.
+        base_url: the address, `http://host:port`, of a sidecar or an engine, or several addresses of servers
+            with the same model and weights.
         engine_url: the addresses of all engines that `push_weights` updates; `base_url` by default.
             `push_weights` needs this argument if `base_url` names sidecars or gateways, which do not forward
             weights.
@@ -465,8 +464,8 @@ class AsyncRolloutClient:
         (`Rollout.request_id`), and does not say whether it knew one.
 
         Returns:
-            How many requests this client and the sidecars have aborted. 0 means that none of them runs a
-            request with this id.
+            How many unfinished prompts this client and the sidecars have aborted. 0 means that none of them
+            runs a request with this id.
         """
         check_request_id(request_id)
         return await self._runs.abort(request_id)

@@ -498,9 +498,7 @@ async def test_with_on_timeout_an_abort_is_an_error_as_before(engine, client, an
     engine.script.append(answers("abort"))
     with pytest.raises(errors.AbortedError):
         await client.generate([5], SAMPLING, timeout_s=30, on_timeout="return")
-    with pytest.raises(
-        errors.InvalidInputError, match="on_timeout: got 'resume', expected 'raise'"
-    ):
+    with pytest.raises(errors.InvalidInputError, match="on_timeout: got 'resume', expected 'raise'"):
         await client.generate([5], SAMPLING, on_timeout="resume")
 
 

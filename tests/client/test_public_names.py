@@ -18,10 +18,12 @@ PACKAGES = [
 
 PUBLIC_NAMES = [
     "AsyncRolloutClient",
+    "GenerateOptions",
     "Rollout",
     "RolloutClient",
     "RolloutWriter",
     "Score",
+    "ScoreOptions",
     "add_trainer_columns",
     "load_rollouts",
     "save_rollouts",

@@ -170,7 +170,7 @@ def test_an_engine_that_goes_and_comes_back(start, serve_engine, stream, eventua
         sidecar = start(engine.url)
     answer = sidecar.rollouts("a", stream=stream)
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "TransportError")
-    assert "Cannot connect to host" in answer.json()["error"]["message"]
+    assert "nothing listens at" in answer.json()["error"]["message"]
     eventually(lambda: not sidecar.is_ready())
 
     with serve_engine(port=engine.port):
