@@ -110,7 +110,7 @@ def collate_rl(
         responses: B rows of token ids.
         rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number beyond the
             range of float32 becomes infinite.
-        loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
+        loss_masks: B rows of R_i values, each 0 or 1.
         logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i

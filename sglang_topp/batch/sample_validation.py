@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.loss_mask_encoding import mask_rows
+from sglang_topp.batch.loss_masks import mask_rows
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
     as_integers,
@@ -38,7 +38,7 @@ class Rollouts:
     prompts: RaggedRows
     responses: RaggedRows
     rewards: RaggedRows
-    loss_masks: list[NDArray[np.uint8]]
+    loss_masks: list[NDArray[np.int8]]
     logprobs: RaggedRows | None
     candidates: BatchCandidateSets | None
     fields: dict[str, RaggedRows]
@@ -56,7 +56,7 @@ class Examples:
     """
 
     ids: RaggedRows
-    loss_masks: list[NDArray[np.uint8]]
+    loss_masks: list[NDArray[np.int8]]
     lengths: NDArray[np.int64]
     num_actions: NDArray[np.int64]
 
@@ -131,7 +131,7 @@ def read_examples(
             f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
         )
     if loss_masks is None:
-        masks = [np.ones(count, np.uint8) for count in actions.tolist()]
+        masks = [np.ones(count, np.int8) for count in actions.tolist()]
     else:
         check_lengths("loss_masks", loss_masks, actions, "num_actions")
         masks = mask_rows("loss_masks", loss_masks)
@@ -141,7 +141,7 @@ def read_examples(
 
 
 def check_sets_match_responses(
-    candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]
+    candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.int8]]
 ) -> None:
     """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
 
