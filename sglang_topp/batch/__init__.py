@@ -10,7 +10,7 @@ from sglang_topp.batch.loss_masks import pack_loss_mask, unpack_loss_masks
 from sglang_topp.batch.micro_batches import MicroBatches, split_micro_batches, take_batch
 from sglang_topp.batch.nested import NestedBatch, NestedFieldSpec, nest_batch, unnest_batch
 from sglang_topp.batch.packed_collator import PackedBatch, PackedCollator
-from sglang_topp.batch.rollout_columns import RolloutLike
+from sglang_topp.batch.sample_validation import RolloutLike
 
 __all__ = [
     "BatchCandidateSets",

@@ -28,12 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_topp.batch.tensors_to_numpy import to_host
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.to_numpy import to_host
 
 __all__ = ["mask_rows", "pack_loss_mask", "unpack_loss_masks"]
 
