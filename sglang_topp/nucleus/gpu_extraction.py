@@ -146,7 +146,8 @@ def stage_top_p(
     entries_2C = _entries(capacity, logprobs_BV)
     top_p_triton.compact(logprobs_BV, sampled_B, cuts, starts_B, entries_2C)
     return StagingArea(
-        entries_2C, torch.stack([cuts.sizes, starts_B, cuts.error_codes, cuts.highest.view(torch.int32)])
+        entries_2C,
+        torch.stack([cuts.sizes, starts_B.int(), cuts.error_codes, cuts.highest.view(torch.int32)]),
     )
 
 
@@ -180,7 +181,7 @@ def stage_support(
     starts_R = top_p_triton.place(found_3R[0], capacity)
     entries_2C = _entries(capacity, logprobs_BV)
     sampler_support_triton.compact(*drawn, found_3R[0], starts_R, entries_2C)
-    return StagingArea(entries_2C, torch.stack([found_3R[0], starts_R, found_3R[1], found_3R[2]]))
+    return StagingArea(entries_2C, torch.stack([found_3R[0], starts_R.int(), found_3R[1], found_3R[2]]))
 
 
 def top_p_candidates(
