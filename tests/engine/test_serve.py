@@ -150,8 +150,8 @@ def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_
             literal = str(token_id) if token is None else repr(bytes(token) if type(token) is list else token)
             assert row.split(maxsplit=1)[1].startswith(f"{literal}  ")
 
-    subprocess.run([*command, "--out", str(tmp_path / "run.parquet")], check=True)
-    saved = list(load_rollouts(tmp_path / "run.parquet"))
+    subprocess.run([*command, "--out", str(tmp_path / "run")], check=True)
+    saved = list(load_rollouts(tmp_path / "run"))
     assert len(saved) == 4
     for rollout in saved:
         check_rollout(rollout, 0.9)

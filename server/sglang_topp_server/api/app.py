@@ -177,7 +177,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
             engine=EngineInfo(
                 model_path=status.model_path,
                 sglang_version=status.sglang_version,
-                weight_version=status.weight_version,
+                weight_version=await engine.weight_version(),
                 model=None if status.model is None else ModelInfo.of(status.model),
             ),
             patch=PatchInfo(

@@ -52,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # arguments at `--` before argparse parses them.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
-    args = parser.parse_args(given[:split])
+    args, unknown = parser.parse_known_args(given[:split])
     args.sglang_args = given[split + 1 :]
+    if unknown:
+        hint = "; put SGLang's own arguments after --" if args.takes_sglang_args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.sglang_args and not args.takes_sglang_args:
         parser.error("arguments after -- are SGLang's, and only `serve` starts it")
     run: Callable[[argparse.Namespace], int] = args.run

@@ -109,6 +109,10 @@ class EngineClient:
             raise ServerError(self.status.reason, status=503)
         return self.status.model
 
+    async def weight_version(self) -> str | None:
+        """Return the version of the engine's weights, or None if the engine doesn't answer."""
+        return await self._probe.weight_version()
+
     async def _generate_one(self, timeout_s: float) -> None:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)

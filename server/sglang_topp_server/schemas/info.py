@@ -32,7 +32,10 @@ class ModelInfo(BaseModel):
 
 
 class EngineInfo(BaseModel):
-    """The engine that the sidecar calls. Each field is null until the engine has reported a value."""
+    """The engine that the sidecar calls. Each field is null until the engine has reported a value.
+
+    `weight_version` is the version at the time of this answer; a gateway reports that of one of its workers.
+    """
 
     model_path: str | None
     sglang_version: str | None

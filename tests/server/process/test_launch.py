@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
@@ -85,7 +86,12 @@ def serve(tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "SGLANG_PLATFORM": "sglang_topp_cpu",
+                    **(environment or {}),
+                },
             )
         started.append(process)
         return Serve(process, errors, pids)
@@ -366,3 +372,12 @@ def test_a_free_port_is_found_and_a_taken_one_refused():
 def test_keys_do_not_show_in_the_settings():
     settings = Settings("h", 1, "http://e", api_key="hush", engine_api_key="hush")
     assert "hush" not in repr(settings)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_a_machine_without_an_accelerator_is_told_what_to_set(serve):
+    running = serve(environment={"SGLANG_PLATFORM": ""})
+    assert running.end() == 1
+    assert "SGLang finds no accelerator on this machine" in running.errors()
+    assert "set SGLANG_PLATFORM=sglang_topp_cpu" in running.errors()
+    assert not running.engine_stands()

@@ -73,6 +73,9 @@ def _run(args: argparse.Namespace) -> int:
     for argument in args.sglang_args:
         if (name := argument.partition("=")[0]) in _OURS:
             return fail(f"got {name} after the --, expected {_OURS[name]}", USAGE)
+    path = os.path.expanduser(args.model_path)
+    if path.startswith(("/", "./", "../")) and not os.path.exists(path):
+        return fail(f"--model-path: {args.model_path} does not exist", USAGE)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return fail(
