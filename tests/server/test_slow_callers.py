@@ -66,8 +66,8 @@ def stream(request):
 
 
 def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
-    sidecar = start(engine.url, max_in_flight=4, timeout_s=5, io_timeout_s=10)
-    asked = rollouts(sampling_params=LARGE, stream=stream)
+    sidecar = start(engine.url, max_in_flight=4, io_timeout_s=10)
+    asked = rollouts(sampling_params=LARGE, stream=stream, timeout_s=5)
 
     unread = [dial(sidecar, asked) for _ in range(4)]
 
@@ -79,15 +79,6 @@ def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventu
     eventually(lambda: sidecar.num_connections() == 1)
     for connection in unread:
         assert is_cut_off(connection)
-
-
-def test_the_callers_own_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
-    sidecar = start(engine.url, io_timeout_s=10)
-    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream, timeout_s=5))
-
-    eventually(lambda: outcomes(sidecar, "failed") == 1, timeout_s=60)
-    eventually(lambda: sidecar.num_connections() == 1)
-    assert is_cut_off(unread)
 
 
 def test_the_connection_of_a_reader_that_does_not_read_is_reset(engine, start, dial, stream, eventually):

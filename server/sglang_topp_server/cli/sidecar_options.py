@@ -33,7 +33,6 @@ def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
         ("--max-in-flight", count, limits.max_in_flight, "maximum requests at once; more get a 429"),
         ("--max-samples", count, limits.max_samples, "maximum samples of one request: prompts times n"),
         ("--max-body-bytes", count, limits.max_body_bytes, "maximum bytes of one request body"),
-        ("--timeout-s", seconds, limits.timeout_s, "time limit in seconds of one request"),
         (
             "--io-timeout-s",
             seconds,

@@ -1,4 +1,4 @@
-"""The limits of one sidecar on requests, time, and memory."""
+"""The limits of one sidecar on requests and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one sidecar on requests, time, and memory.
+    """The limits of one sidecar on requests and memory. The time limit of a request is its caller's alone.
 
     Attributes:
         max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
@@ -18,7 +18,6 @@ class Limits:
             of sequences per score request.
         max_body_bytes: maximum bytes of one request body. At most four bodies of more than 64 KiB are in
             memory at once; others wait.
-        timeout_s: maximum seconds from a request's headers to the last byte of its answer.
         io_timeout_s: maximum seconds that a caller may take to send its request body, before it gets a 408.
             Also the maximum seconds for which a caller may leave its answer unread, before the kernel resets
             the connection (Linux only).
@@ -29,6 +28,5 @@ class Limits:
     max_in_flight: int = 1024
     max_samples: int = 8192
     max_body_bytes: int = 64 * 2**20
-    timeout_s: float = 3600.0
     io_timeout_s: float = 60.0
     max_held_bytes: int = 4 * 2**30

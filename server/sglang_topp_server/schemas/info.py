@@ -63,7 +63,6 @@ class LimitsInfo(BaseModel):
     max_in_flight: int
     max_samples: int
     max_body_bytes: int
-    timeout_s: float
     io_timeout_s: float
     max_held_bytes: int
 
