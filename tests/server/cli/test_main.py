@@ -255,7 +255,7 @@ def test_doctor_prints_what_does_not_hold_and_with_v_everything(monkeypatch, cap
         *failing,
         *problem,
         "note: something",
-        "2 seams hold; -v lists them",
+        "2 functions of SGLang are as expected; -v lists them",
         "the end",
     ]
 

@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
 
     urls = args.url or ["http://127.0.0.1:30010"]
     sampling_params = _sampling_params(args)
-    sets = {"top_logprobs_source": "sampler"}
+    sets: dict[str, Any] = {"top_logprobs_source": "sampler"}
     if args.top_logprobs_p is not None:
         sets = {"top_logprobs_p": args.top_logprobs_p}
     # Check the directory, and load the tokenizer below, before the server does any work.
