@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_client.view.fill_html_template import content_security_policy
 from sglang_topp_server.api.auth import ApiKeyMiddleware
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint import SampleEndpoint
@@ -33,6 +32,7 @@ from sglang_topp_server.schemas.error_answer import ErrorAnswer
 from sglang_topp_server.schemas.info import EngineInfo, Info, LimitsInfo, ModelInfo, PatchInfo
 from sglang_topp_server.schemas.rollouts import RolloutsAnswer, RolloutsBody
 from sglang_topp_server.schemas.scores import ScoresAnswer, ScoresBody
+from sglang_topp_server.view.fill_html_template import content_security_policy
 
 __all__ = ["create_app"]
 

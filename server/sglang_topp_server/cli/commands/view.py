@@ -70,8 +70,8 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
         WireError: a file is truncated or corrupt; the error names the file.
         OSError: a file cannot be read or written.
     """
-    from sglang_topp_client.view.build_page import page_of_file
-    from sglang_topp_client.view.token_text import TokenTexts
+    from sglang_topp_server.view.build_page import page_of_file
+    from sglang_topp_server.view.token_text import TokenTexts
 
     out = Path(target or f"{Path(os.path.abspath(path)).stem}.html")
     if out.suffix == ".parquet" or out.is_dir():
