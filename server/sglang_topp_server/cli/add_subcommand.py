@@ -25,7 +25,7 @@ def add_command(
     Args:
         commands: the parsers of all subcommands.
         name: the subcommand's name.
-        summary: one line for `sglang-topp --help`, for the subcommand's own help, and for shell completion.
+        summary: one line for `sglang-topp --help`, and for the subcommand's own help.
         examples: shell commands, for the end of the subcommand's help.
         details: sentences that follow the summary in the subcommand's help.
         notes: sentences that follow the options in the subcommand's help.

@@ -9,11 +9,7 @@ import argparse
 import json
 from typing import Any
 
-__all__ = ["completes_paths", "count", "json_object", "port", "seconds"]
-
-# The value of `shtab.FILE` for the shells that `sglang-topp completion` supports. The value is copied here,
-# because the CLI must also work if shtab is not installed.
-_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+__all__ = ["count", "json_object", "port", "seconds"]
 
 
 def port(text: str) -> int:
@@ -49,9 +45,3 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object such as '{{\"seed\": 1}}'")
     return value
-
-
-def completes_paths(action: argparse.Action) -> None:
-    """Make the scripts of `sglang-topp completion` complete file paths for this argument."""
-    # shtab reads this attribute, which argparse does not declare.
-    action.complete = _PATHS  # type: ignore[attr-defined]

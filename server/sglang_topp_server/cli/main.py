@@ -9,26 +9,17 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_server.cli.commands import (
-    demo,
-    doctor,
-    generate,
-    rollouts,
-    serve,
-    shell_completion,
-    sidecar,
-    view,
-)
+from sglang_topp_server.cli.commands import doctor, generate, rollouts, serve, sidecar, view
 from sglang_topp_server.cli.exit_status import FAILED, INTERRUPTED, USAGE, fail
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor, demo, shell_completion)
+_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor)
 _EXTRAS = {
     **dict.fromkeys(
         ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core"), "server"
     ),
-    **dict.fromkeys(("rich", "shtab"), "cli"),
+    "rich": "cli",
 }
 _EPILOG = """\
 exit status:
@@ -94,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
-    parser.set_defaults(takes_sglang_args=False, root=parser)
+    parser.set_defaults(takes_sglang_args=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)

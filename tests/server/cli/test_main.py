@@ -1,11 +1,9 @@
 """The command line of `sglang-topp`: options, refused values, and exit statuses."""
 
-import runpy
 import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,6 @@ from sglang_topp_server.cli import main
 from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process import launch
 from sglang_topp_server.process.sidecar_settings import Settings
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout_loop.py"
 
 
 @pytest.fixture
@@ -281,15 +277,6 @@ def test_doctor_finds_a_server_that_is_not_patched(engine, capsys, patch):
 def test_doctor_names_a_server_that_is_not_there(capsys):
     assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
     assert "http://127.0.0.1:1" in capsys.readouterr().err
-
-
-def test_demo_runs_the_demo(monkeypatch):
-    paths = []
-    monkeypatch.setattr(runpy, "run_path", lambda path: paths.append(path) or {"main": lambda: 5})
-    monkeypatch.setattr(sys, "argv", ["sglang-topp", "demo"])
-
-    assert main.main(["demo"]) == 5
-    assert [Path(path).read_text() for path in paths] == [EXAMPLE.read_text()]
 
 
 def test_an_engine_at_no_address_is_refused_at_the_start(capsys):

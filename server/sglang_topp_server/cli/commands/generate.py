@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_server.cli.add_subcommand import add_command
 from sglang_topp_server.cli.api_keys import SIDECAR_KEY, read_key
-from sglang_topp_server.cli.argument_types import completes_paths, count, json_object
+from sglang_topp_server.cli.argument_types import count, json_object
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout
@@ -66,13 +66,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--sampling-params", type=json_object, default={}, metavar="JSON", help="SGLang's other parameters"
     )
-    completes_paths(
-        parser.add_argument(
-            "--tokenizer",
-            metavar="PATH",
-            help="a tokenizer.json or a model's directory, for the texts of tokens (the server's model,"
-            " if this machine has it)",
-        )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json or a model's directory, for the texts of tokens (the server's model,"
+        " if this machine has it)",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
@@ -80,9 +78,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="print one JSON object for each rollout as it finishes, with candidates as [token id, log-prob]",
     )
-    completes_paths(
-        output.add_argument("--out", metavar="DIRECTORY", help="save the rollouts as they finish, for `view`")
-    )
+    output.add_argument("--out", metavar="DIRECTORY", help="save the rollouts as they finish, for `view`")
     parser.set_defaults(run=_run)
 
 

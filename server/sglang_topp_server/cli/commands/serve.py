@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from sglang_topp_server.cli.add_subcommand import add_command
 from sglang_topp_server.cli.api_keys import ENGINE_KEY
-from sglang_topp_server.cli.argument_types import completes_paths, port, seconds
+from sglang_topp_server.cli.argument_types import port, seconds
 from sglang_topp_server.cli.exit_status import USAGE, fail
 from sglang_topp_server.cli.sidecar_options import (
     KEYS_NOTE,
@@ -48,11 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "SGLANG_TOPP_API_KEY=secret sglang-topp serve --model-path /models/qwen --view 100",
         ],
     )
-    completes_paths(
-        parser.add_argument(
-            "--model-path", required=True, help="the model: a path or a name that SGLang accepts"
-        )
-    )
+    parser.add_argument("--model-path", required=True, help="the model: a path or a name that SGLang accepts")
     parser.add_argument("--engine-host", default="127.0.0.1", help="SGLang's listen address (%(default)s)")
     parser.add_argument(
         "--engine-port", type=port, default=30000, help="SGLang's port (%(default)s; 0: free)"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.argument_types import completes_paths, count
+from sglang_topp_server.cli.argument_types import count
 
 __all__ = ["add_parser"]
 
@@ -28,24 +28,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "sglang-topp view run/ -o run.html --rollouts 200",
         ],
     )
-    completes_paths(
-        parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
-    )
-    completes_paths(
-        parser.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
-    )
+    parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
     parser.add_argument(
         "--rollouts",
         type=count,
         default=64,
         help="how many the page holds token by token, those with the worst tokens first (%(default)s)",
     )
-    completes_paths(
-        parser.add_argument(
-            "--tokenizer",
-            metavar="PATH",
-            help="a tokenizer.json or a model's directory, for the texts of tokens; else the page shows ids",
-        )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json or a model's directory, for the texts of tokens; else the page shows ids",
     )
     parser.set_defaults(run=_run)
 
