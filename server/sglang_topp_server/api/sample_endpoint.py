@@ -59,7 +59,7 @@ class SampleEndpoint(Response):
         engine: generates the samples.
         limits: the request limits.
         bodies: reads the request's body.
-        concurrency: limits the requests in flight.
+        concurrency: limits the samples in flight.
         memory: limits the memory of finished samples that are not sent yet.
         metrics: counts the request.
         recent: keeps the finished rollouts for `GET /view`; None if `GET /view` is off.
@@ -94,12 +94,10 @@ class SampleEndpoint(Response):
         self._encoding = accepted_encoding(Headers(scope=scope), self._spec.media_type)
         is_admitted = False
         try:
-            # If too many requests are in flight, refuse this request before the sidecar reads the
-            # request's body. After the sidecar has read the body, `with self._concurrency` checks the
-            # limit again.
+            # Refuse the request before its body is read if the limit is reached; `admit` checks again.
             self._concurrency.require_place()
             request = await self._read(Headers(scope=scope), receive)
-            with self._concurrency:
+            with self._concurrency.admit(sum(len(one.samples) for one in request.wanted)):
                 model = await self._engine.require_ready()
                 # Check the request in a thread, because checking millions of token ids takes
                 # milliseconds.

@@ -30,7 +30,7 @@ def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the sidecar's listen address (%(default)s)")
     parser.add_argument("--port", type=port, default=30010, help="the sidecar's port (%(default)s; 0: free)")
     for name, kind, default, what in (
-        ("--max-in-flight", count, limits.max_in_flight, "maximum requests at once; more get a 429"),
+        ("--max-in-flight", count, limits.max_in_flight, "samples at once from which on requests get a 429"),
         ("--max-samples", count, limits.max_samples, "maximum samples of one request: prompts times n"),
         ("--max-body-bytes", count, limits.max_body_bytes, "maximum bytes of one request body"),
         (

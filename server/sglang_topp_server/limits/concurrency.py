@@ -1,6 +1,9 @@
-"""ConcurrencyLimit: limit how many requests are in flight."""
+"""ConcurrencyLimit: limit how many samples are in flight."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sglang_topp.errors import OverloadedError
 from sglang_topp_server.metrics import Metrics
@@ -11,17 +14,13 @@ _RETRY_AFTER_S = 1.0
 
 
 class ConcurrencyLimit:
-    """A limit on the number of requests in flight. Use this object as a context manager around each request.
+    """A limit on the samples in flight, over all requests.
 
-    A request is in flight from the last byte of its body to the last byte of its answer.
+    A sample is in flight from the last byte of its request's body to the last byte of the answer.
 
     Args:
-        limit: the maximum number of requests in flight.
-        metrics: receives the current number of requests in flight.
-
-    Raises:
-        OverloadedError: the number of requests in flight has reached `limit` when the caller enters the
-            context or calls `require_place`.
+        limit: the number of samples in flight from which on requests are refused.
+        metrics: receives the current number of samples in flight.
     """
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
@@ -29,25 +28,31 @@ class ConcurrencyLimit:
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of requests in flight."""
+        """Return the number of samples in flight."""
         return self._count
 
     def require_place(self) -> None:
-        """Raise OverloadedError if the maximum number of requests is already in flight.
-
-        Unlike `__enter__`, this method does not count a new request.
-        """
+        """Raise OverloadedError if the limit is reached."""
         if self._count >= self._limit:
             raise OverloadedError(
-                f"got one more request, expected at most {self._limit} in flight; send it again later",
+                f"{self._count} samples are in flight, expected fewer than {self._limit}; send the request"
+                " again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
-    def __enter__(self) -> None:
-        self.require_place()
-        self._count += 1
-        self._metrics.in_flight.set(self._count)
+    @contextmanager
+    def admit(self, num_samples: int) -> Iterator[None]:
+        """Count a request's samples as in flight, or raise OverloadedError if the limit is reached before.
 
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
+        A request below the limit is admitted with all of its samples, so that a large one is never starved.
+        """
+        self.require_place()
+        self._change(num_samples)
+        try:
+            yield
+        finally:
+            self._change(-num_samples)
+
+    def _change(self, num_samples: int) -> None:
+        self._count += num_samples
         self._metrics.in_flight.set(self._count)

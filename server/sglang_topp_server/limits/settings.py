@@ -12,8 +12,8 @@ class Limits:
     """The limits of one sidecar on requests and memory. The time limit of a request is its caller's alone.
 
     Attributes:
-        max_in_flight: maximum number of requests in flight. Further requests get a 429. A request is in
-            flight from the last byte of its body to the last byte of its answer.
+        max_in_flight: number of samples in flight, over all requests, from which on requests get a 429. A
+            sample is in flight from the last byte of its request's body to the last byte of the answer.
         max_samples: maximum number of samples per rollout request, over all prompts. Also the maximum number
             of sequences per score request.
         max_body_bytes: maximum bytes of one request body. At most four bodies of more than 64 KiB are in
@@ -25,7 +25,7 @@ class Limits:
             requests together exceed this maximum, the request that holds the most bytes ends with an error.
     """
 
-    max_in_flight: int = 1024
+    max_in_flight: int = 8192
     max_samples: int = 8192
     max_body_bytes: int = 64 * 2**20
     io_timeout_s: float = 60.0

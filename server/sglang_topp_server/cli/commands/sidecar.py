@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         notes=KEYS_NOTE,
         examples=[
             "sglang-topp sidecar --engine-url http://127.0.0.1:30000",
-            "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 2048",
+            "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 16384",
         ],
     )
     parser.add_argument("--engine-url", required=True, help="the engine's address, http://host:port")
