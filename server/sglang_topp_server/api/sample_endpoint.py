@@ -28,18 +28,29 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.transport.trace_context import forward_trace
-from sglang_topp_server.api.json_chunks import SampleJson, rechunk
+from sglang_topp_server.api.encodings import (
+    Encoding,
+    JsonLines,
+    SampleJson,
+    accepted_encoding,
+    encode,
+    rechunk,
+)
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint_spec import EndpointSpec, place_of
-from sglang_topp_server.api.stream_encoding import Encoding, JsonLines, accepted_encoding, encode
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
-from sglang_topp_server.limits.concurrency import ConcurrencyLimit
-from sglang_topp_server.limits.settings import Limits
-from sglang_topp_server.limits.unsent_samples_memory import MemoryLimit, MemoryShare, num_bytes_of
+from sglang_topp_server.limits import (
+    BodyReader,
+    ConcurrencyLimit,
+    DisconnectedError,
+    MemoryLimit,
+    MemoryShare,
+    num_bytes_of,
+)
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.settings import Limits
 
 __all__ = ["SampleEndpoint"]
 

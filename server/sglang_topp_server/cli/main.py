@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_server.cli.commands import doctor, generate, rollouts, serve, sidecar, view
-from sglang_topp_server.cli.exit_status import FAILED, INTERRUPTED, USAGE, fail
+from sglang_topp_server.cli.common import FAILED, INTERRUPTED, USAGE, fail
 
 __all__ = ["main"]
 

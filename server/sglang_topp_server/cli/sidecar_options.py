@@ -7,12 +7,11 @@ import resource
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from sglang_topp_server.cli.api_keys import ENGINE_KEY, SIDECAR_KEY, read_key
-from sglang_topp_server.cli.argument_types import count, port, seconds
-from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.cli.common import ENGINE_KEY, SIDECAR_KEY, count, port, read_key, seconds
+from sglang_topp_server.settings import Limits
 
 if TYPE_CHECKING:
-    from sglang_topp_server.process.sidecar_settings import Settings
+    from sglang_topp_server.settings import Settings
 
 __all__ = ["KEYS_NOTE", "add_sidecar_options", "raise_file_limit", "settings_of"]
 
@@ -69,7 +68,7 @@ def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> S
     Raises:
         InvalidInputError: a key is empty, or begins or ends with white space.
     """
-    from sglang_topp_server.process.sidecar_settings import Settings
+    from sglang_topp_server.settings import Settings
 
     return Settings(
         host=args.host,

@@ -23,7 +23,7 @@ from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits.unsent_samples_memory import MemoryShare, num_bytes_of
+from sglang_topp_server.limits import MemoryShare, num_bytes_of
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import RolloutsBody
 

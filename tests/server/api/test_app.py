@@ -8,7 +8,7 @@ import pytest
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_server.api.stream_encoding import NDJSON
+from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.schemas.rollouts import RolloutRecord
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from sglang_topp.errors import PatchError
 from sglang_topp_server.cli import main
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.sidecar_settings import Settings
+from sglang_topp_server.settings import Limits, Settings
 
 
 @pytest.fixture

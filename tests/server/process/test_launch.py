@@ -21,7 +21,7 @@ import torch
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.sidecar_settings import Settings
+from sglang_topp_server.settings import Settings
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine"
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.api_keys import SIDECAR_KEY, read_key
-from sglang_topp_server.cli.exit_status import FAILED, USAGE, fail
+from sglang_topp_server.cli.common import FAILED, SIDECAR_KEY, USAGE, add_command, fail, read_key
 
 __all__ = ["add_parser"]
 

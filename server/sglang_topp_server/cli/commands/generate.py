@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.api_keys import SIDECAR_KEY, read_key
-from sglang_topp_server.cli.argument_types import count, json_object
+from sglang_topp_server.cli.common import SIDECAR_KEY, add_command, count, json_object, read_key
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout

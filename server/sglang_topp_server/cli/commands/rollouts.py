@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_server.cli.add_subcommand import add_command
+from sglang_topp_server.cli.common import add_command
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout

@@ -8,10 +8,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.api_keys import ENGINE_KEY
-from sglang_topp_server.cli.argument_types import port, seconds
-from sglang_topp_server.cli.exit_status import USAGE, fail
+from sglang_topp_server.cli.common import ENGINE_KEY, USAGE, add_command, fail, port, seconds
 from sglang_topp_server.cli.sidecar_options import (
     KEYS_NOTE,
     add_sidecar_options,

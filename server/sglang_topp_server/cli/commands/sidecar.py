@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from sglang_topp_server.cli.add_subcommand import add_command
+from sglang_topp_server.cli.common import add_command
 from sglang_topp_server.cli.sidecar_options import (
     KEYS_NOTE,
     add_sidecar_options,

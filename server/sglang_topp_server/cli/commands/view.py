@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.argument_types import count
+from sglang_topp_server.cli.common import add_command, count
 
 __all__ = ["add_parser"]
 
