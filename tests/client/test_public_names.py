@@ -22,8 +22,11 @@ PUBLIC_NAMES = [
     "RolloutClient",
     "RolloutWriter",
     "Score",
+    "ScoredRollout",
+    "TrainerScores",
     "add_trainer_columns",
     "load_rollouts",
+    "load_scored_rollouts",
     "save_rollouts",
 ]
 

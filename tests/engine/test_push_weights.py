@@ -200,5 +200,7 @@ def test_a_client_of_a_sidecar_names_its_engines(
             client.push_weights(weight_folders["other-1"], version="other-1")
         with RolloutClient(sidecar, engine_url=urls[0]) as client:
             client.push_weights(weight_folders["other-1"], version="other-1")
+            assert client.server_info()["engine"]["weight_version"] == "other-1"
             check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "other-1", reference_models)
             client.push_weights(weight_folders["default"], version="default")
+            assert client.server_info()["engine"]["weight_version"] == "default"

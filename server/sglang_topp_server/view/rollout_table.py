@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client.storage.trainer_columns import ScoredRollout
-from sglang_topp_client.view.ratio_summary import OFF
-from sglang_topp_client.view.token_metrics import TokenMetrics
+from sglang_topp_client import ScoredRollout
+from sglang_topp_server.view.ratio_summary import OFF
+from sglang_topp_server.view.token_metrics import TokenMetrics
 
 __all__ = ["MAX_ROWS", "RolloutTable"]
 

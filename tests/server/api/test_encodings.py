@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from sglang_topp_client import RolloutClient
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
-from sglang_topp_server.api.stream_encoding import NDJSON, accepted_encoding
+from sglang_topp_server.api.encodings import NDJSON, accepted_encoding
 
 FRAMES = MEDIA_TYPE
 

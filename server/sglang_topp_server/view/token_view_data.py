@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client.storage.trainer_columns import ScoredRollout
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
+from sglang_topp_client import Rollout, ScoredRollout
+from sglang_topp_server.view.token_metrics import TokenMetrics, token_metrics
 
 __all__ = ["MAX_LISTED", "encode_detail", "ids_of_detail", "listed_candidates"]
 

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import Rollout, add_trainer_columns, save_rollouts
-from sglang_topp_client.view.build_page import page_of_file
+from sglang_topp_server.view.build_page import page_of_file
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 4096

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.types.rollout import Rollout
+from sglang_topp_client import Rollout
 
 __all__ = ["TokenTexts"]
 

@@ -7,8 +7,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from sglang_topp.errors import BadRequestError
-from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
-from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.limits import BodyReader, DisconnectedError
+from sglang_topp_server.settings import Limits
 
 LONG = 1 << 20
 

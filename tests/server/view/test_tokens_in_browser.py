@@ -9,7 +9,7 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import load_rollouts, save_rollouts
-from sglang_topp_client.view.token_text import TokenTexts
+from sglang_topp_server.view.token_text import TokenTexts
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ _EXPORT = re.compile(r"^export (?=const |function |class |async )", re.MULTILINE
 
 
 def _asset(name: str) -> str:
-    return files("sglang_topp_client.view").joinpath("assets", name).read_text(encoding="utf-8")
+    return files("sglang_topp_server.view").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 @cache

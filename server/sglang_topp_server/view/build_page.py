@@ -15,15 +15,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.storage.trainer_columns import ScoredRollout, load_scored_rollouts
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.view.fill_html_template import page_chunks
-from sglang_topp_client.view.rollout_table import MAX_ROWS
-from sglang_topp_client.view.run_summary import RunSummary
-from sglang_topp_client.view.token_metrics import token_metrics
-from sglang_topp_client.view.token_text import TokenTexts
-from sglang_topp_client.view.token_view_data import MAX_LISTED, encode_detail, ids_of_detail
-from sglang_topp_client.view.worst_tokens import TokenPlace
+from sglang_topp_client import Rollout, ScoredRollout, load_scored_rollouts
+from sglang_topp_server.view.fill_html_template import page_chunks
+from sglang_topp_server.view.rollout_table import MAX_ROWS
+from sglang_topp_server.view.run_summary import RunSummary
+from sglang_topp_server.view.token_metrics import token_metrics
+from sglang_topp_server.view.token_text import TokenTexts
+from sglang_topp_server.view.token_view_data import MAX_LISTED, encode_detail, ids_of_detail
+from sglang_topp_server.view.worst_tokens import TokenPlace
 
 __all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client.storage.trainer_columns import ScoredRollout
+from sglang_topp_client import ScoredRollout
 from sglang_topp_client.types.rollout import ABORT
-from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
-from sglang_topp_client.view.ratio_summary import OFF, RatioSummary
-from sglang_topp_client.view.rollout_table import RolloutTable
-from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
-from sglang_topp_client.view.worst_tokens import TokenPlace, TopTokens
+from sglang_topp_server.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
+from sglang_topp_server.view.ratio_summary import OFF, RatioSummary
+from sglang_topp_server.view.rollout_table import RolloutTable
+from sglang_topp_server.view.token_metrics import TokenMetrics, token_metrics
+from sglang_topp_server.view.worst_tokens import TokenPlace, TopTokens
 
 __all__ = ["NUM_WORST", "RunSummary"]
 

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage.trainer_columns import ScoredRollout
-from sglang_topp_client.view import build_page
-from sglang_topp_client.view.build_page import page_of_file, page_of_rollouts
-from sglang_topp_client.view.fill_html_template import content_security_policy
-from sglang_topp_client.view.token_text import TokenTexts
-from sglang_topp_client.view.token_view_data import MAX_LISTED, encode_detail
+from sglang_topp_client import RolloutWriter, ScoredRollout, load_rollouts, save_rollouts
+from sglang_topp_server.view import build_page
+from sglang_topp_server.view.build_page import page_of_file, page_of_rollouts
+from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.token_text import TokenTexts
+from sglang_topp_server.view.token_view_data import MAX_LISTED, encode_detail
 
 
 def data_of(page):
