@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
 
@@ -92,19 +94,18 @@ class Checkpoint:
 def add_route(app: Any, checkpoint: Callable[[], Checkpoint | None]) -> None:
     """Add the route to SGLang's application. It needs the same API key as SGLang's updates of the weights."""
 
-    def checkpoint_tensors(model_path: str | None = None) -> JSONResponse:
-        """List the tensors of a checkpoint: names and shapes."""
+    def checkpoint_tensors(request: Request) -> JSONResponse:
         if (start := checkpoint()) is None:
             return JSONResponse({"error": "this engine does not know its checkpoint"}, 503)
         try:
-            return JSONResponse(start.answer(model_path))
+            return JSONResponse(start.answer(request.query_params.get("model_path")))
         except InvalidInputError as error:
             return JSONResponse({"error": str(error)}, 400)
 
     for route in app.routes:
         if getattr(route, "path", None) == "/update_weights_from_disk":
             checkpoint_tensors._auth_level = route.endpoint._auth_level  # type: ignore[attr-defined]
-    app.add_api_route(PATH, checkpoint_tensors, methods=["GET"], response_model=None)
+    app.router.routes.append(Route(PATH, checkpoint_tensors, methods=["GET"]))
 
 
 def _read(path: str, revision: str | None, download_dir: str | None) -> dict[str, list[int]]:
