@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory.budget import InFlight
@@ -80,18 +81,20 @@ class HttpProcess:
         self.model.check_request(get)
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the server's arguments."""
+    """Store the server's arguments."""
     process.server_args = server_args
     process.is_paused = lambda: bool(self.is_pause)
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", state=HttpProcess)
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the model's limits and its checkpoint."""
+    """Store the model's limits and its checkpoint."""
     process.model = ModelLimits.of(self, server_args)
     process.checkpoint = Checkpoint.of(self, server_args)
 

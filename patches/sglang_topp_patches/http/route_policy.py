@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.hooks import after, before
 from sglang_topp_patches.http import checkpoint_tensors
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
 from sglang_topp_patches.memory.budget import Account, InFlight
@@ -218,14 +219,16 @@ class Guard:
             call.close()
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle.submit_request", since="0.5.14", always=True)
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
-    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets over gRPC."""
+    """Refuse requests for sets over gRPC."""
     for place in _places(req_dict, ""):
         raise InvalidInputError(_cannot("gRPC", place))
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._submit_openai", since="0.5.14", always=True)
 def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
-    """BEFORE hook on `RuntimeHandle._submit_openai`: refuse requests for sets on OpenAI routes over gRPC."""
+    """Refuse requests for sets on OpenAI routes over gRPC."""
     for place in _asked_at(json_body):
         raise InvalidInputError(_cannot("gRPC", place))
 
@@ -254,8 +257,9 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
     return noting
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has SGLang's application."""
+    """Install `Guard` if this process has SGLang's application."""
     module = sys.modules.get(HTTP_SERVER)
     if module is None:
         return

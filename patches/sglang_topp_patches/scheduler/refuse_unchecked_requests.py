@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_topp_patches.hooks import Seam, before
 from sglang_topp_patches.refusal_reasons import (
     nucleus_problem,
     request_problem,
@@ -31,11 +32,20 @@ from sglang_topp_patches.scheduler_messages import (
     custom_params,
 )
 
-__all__ = ["check_request"]
+__all__ = ["CALLED", "check_request"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        "Refuse a request in the scheduler.",
+        ("error_msg",),
+    ),
+)
 
 
+@before("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", always=True, state=SchedulerProcess)
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a request that cannot get exact sets: BEFORE hook on `Scheduler._add_request_to_queue`.
+    """Refuse a request that cannot get exact sets.
 
     The hook also checks the sampling parameters, after SGLang has filled in the model's defaults. The checks
     in the HTTP process run before SGLang fills in the model's defaults.
