@@ -19,13 +19,13 @@ from sglang_topp.batch import (
     NestedBatch,
     NestedFieldSpec,
     nest_batch,
-    reference_loops,
     split_micro_batches,
     take_batch,
     unnest_batch,
 )
 from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.fake_gpu import gpu
 
 DTYPES = [
