@@ -47,6 +47,7 @@ PUBLIC = {
         "SglangToppError",
         "TransportError",
         "WeightPushError",
+        "WeightPusher",
         "WireError",
     ],
     "sglang_topp_integrations.trl": ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"],

@@ -29,6 +29,7 @@ from sglang_topp_client.storage.trainer_columns import add_trainer_columns
 from sglang_topp_client.sync_client import RolloutClient
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
+from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = [
     "AbortedError",
@@ -53,6 +54,7 @@ __all__ = [
     "SglangToppError",
     "TransportError",
     "WeightPushError",
+    "WeightPusher",
     "WireError",
     "add_trainer_columns",
     "load_rollouts",

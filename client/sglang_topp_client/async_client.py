@@ -24,7 +24,7 @@ from sglang_topp_client.requests.plan_generate import (
 from sglang_topp_client.requests.plan_score import ScoreRequest, Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, plan_resume
-from sglang_topp_client.transport.http import ServerConfig, server_urls
+from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
@@ -108,6 +108,7 @@ class AsyncRolloutClient:
             engine_url if engine_url is None or isinstance(engine_url, str) else tuple(engine_url)
         )
         self._engine_api_key = engine_api_key
+        check_key("engine_api_key", engine_api_key)
         self._weights = WeightPusher(
             base_url if engine_url is None else engine_url,
             api_key=api_key if engine_url is None and engine_api_key is None else engine_api_key,
@@ -551,8 +552,8 @@ class AsyncRolloutClient:
                 `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
                 request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
                 process broadcasts the values over a new torch process group, which it forms with all engines
-                for this push. The push does not use existing process groups. CUDA tensors use NCCL, and other
-                tensors use gloo. If one engine fails, the client does not know which weights the engines
+                for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
+                experimental), and other tensors use gloo. If one engine fails, the client does not know which weights the engines
                 have. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang

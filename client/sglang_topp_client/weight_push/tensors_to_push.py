@@ -24,6 +24,7 @@ __all__ = [
     "buckets",
     "check_model_or_tensors",
     "named_tensors",
+    "tensors_as_saved",
 ]
 
 MAX_BUCKET_BYTES = 128 * 2**20
@@ -113,7 +114,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
     import torch
 
     if callable(getattr(weights, "state_dict", None)):
-        weights = _as_saved(weights)
+        weights = tensors_as_saved(weights, weights.state_dict())
     for entry in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -151,14 +152,20 @@ def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
     yield bucket, True
 
 
-def _as_saved(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `save_pretrained` would write, under the same names."""
+def tensors_as_saved(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that `save_pretrained` would write, under the same names.
+
+    Args:
+        model: a transformers model.
+        state_dict: the model's tensors. If a parallel wrapper gathered them, tied weights may be copies.
+    """
     state: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint stores a tied tensor only under the
-        # first of its names.
+    # Tied weights are one tensor under several names. A checkpoint stores a tied tensor only under the first
+    # of its names. transformers before version 5 does not list them.
+    ignored = {*ignored, *(getattr(model, "all_tied_weights_keys", None) or ())}
+    for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
         seen.add(place)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, WeightPushError, describe
 from sglang_topp_client.argument_checks import seconds
-from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
+from sglang_topp_client.transport.http import ServerConfig, server_urls
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
 from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model, checkpoint_folder
 from sglang_topp_client.weight_push.engine_control import (
@@ -55,7 +55,6 @@ class WeightPusher:
         headers: Mapping[str, str] | None = None,
         ssl: SSLContext | None = None,
     ) -> None:
-        check_key("engine_api_key", api_key)
         self.configs = [
             ServerConfig(url, api_key=api_key, headers=headers or {}, ssl=ssl)
             for url in server_urls("engine_url", engine_url)

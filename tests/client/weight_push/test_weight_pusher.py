@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from sglang_topp.errors import BadRequestError, InvalidInputError, TransportError, WeightPushError
-from sglang_topp_client import AsyncRolloutClient, RolloutClient
+from sglang_topp_client import AsyncRolloutClient, RolloutClient, WeightPusher
 from tests.client.weight_push.conftest import INFO, TENSORS
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -235,6 +235,17 @@ def test_engines_of_a_sidecar_get_their_own_key(engines, sidecar):
         client.push_weights("/weights/9", version="9")
         assert engines[0].asked[-1].headers["authorization"] == "Bearer engine"
     assert sidecar.asked == []
+
+
+async def test_weights_are_pushed_without_a_client(engines):
+    weights = WeightPusher([engine.url for engine in engines], api_key="k3y")
+    await weights.pause("abort")
+    await weights.push("/weights/8", version="8")
+    await weights.continue_generation()
+    for engine in engines:
+        assert [asked.body for asked in engine.of(PAUSE)] == [{"mode": "abort"}, {"mode": "retract"}]
+        assert [len(engine.of(path)) for path in (UPDATE, CONTINUE)] == [1, 2]
+        assert {asked.headers["authorization"] for asked in engine.asked} == {"Bearer k3y"}
 
 
 async def test_one_client_pushes_once_at_a_time(engines):
