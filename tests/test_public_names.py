@@ -47,7 +47,6 @@ PUBLIC = {
         "SglangToppError",
         "TransportError",
         "WeightPushError",
-        "WeightPusher",
         "WireError",
     ],
     "sglang_topp_integrations.trl": ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"],

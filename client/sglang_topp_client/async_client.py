@@ -553,8 +553,9 @@ class AsyncRolloutClient:
                 request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
                 process broadcasts the values over a new torch process group, which it forms with all engines
                 for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
-                experimental), and other tensors use gloo. If one engine fails, the client does not know which weights the engines
-                have. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                experimental), and other tensors use gloo. If one engine fails, the client does not know which
+                weights the engines have. Engines with `--dp-size` or `--pp-size` above 1 accept only
+                `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
                 before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the

@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "RolloutClient",
     "RolloutWriter",
     "Score",
+    "WeightPusher",
     "add_trainer_columns",
     "load_rollouts",
     "save_rollouts",
