@@ -21,12 +21,12 @@ prompt `n` times.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -162,8 +162,8 @@ class StreamedExchange(ABC, Generic[_Result]):
             return []
         try:
             # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
-            chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
-        except (ValueError, RecursionError) as error:
+            chunk = msgspec.json.decode(memoryview(line)[start:])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise WireError("stream", f"got {line[:200]!r}: {error}") from None
         if not isinstance(chunk, dict):
             raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
