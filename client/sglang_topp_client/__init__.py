@@ -34,6 +34,7 @@ from sglang_topp_client.storage.trainer_columns import (
 from sglang_topp_client.sync_client import RolloutClient
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
+from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = [
     "AbortedError",
@@ -60,6 +61,7 @@ __all__ = [
     "TrainerScores",
     "TransportError",
     "WeightPushError",
+    "WeightPusher",
     "WireError",
     "add_trainer_columns",
     "load_rollouts",

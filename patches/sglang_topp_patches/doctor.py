@@ -15,7 +15,7 @@ from sglang_topp_patches.memory.budget import budget
 __all__ = ["report"]
 
 
-def report(verbose: bool = True) -> tuple[bool, list[str]]:
+def report(verbose: bool) -> tuple[bool, list[str]]:
     """Return two values: whether the installed SGLang can serve candidate sets, and the report's lines.
 
     Args:

@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "Score",
     "ScoredRollout",
     "TrainerScores",
+    "WeightPusher",
     "add_trainer_columns",
     "load_rollouts",
     "load_scored_rollouts",

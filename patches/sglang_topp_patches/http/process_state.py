@@ -10,6 +10,7 @@ from typing import Any
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.hooks import after
+from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.refusal_reasons import server_problems
@@ -31,6 +32,8 @@ class HttpProcess:
         prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the served model's limits, or None before the tokenizer manager exists.
+        checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
+        is_paused: returns whether generation is paused.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
             scheduler without the patch set has None instead of a status.
     """
@@ -39,6 +42,8 @@ class HttpProcess:
     prefill_server: PrefillServer
     server_args: Any = None
     model: ModelLimits | None = None
+    checkpoint: Checkpoint | None = None
+    is_paused: Callable[[], bool] = lambda: False
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
@@ -82,14 +87,16 @@ def note_server_args(
 ) -> None:
     """Store the server's arguments."""
     process.server_args = server_args
+    process.is_paused = lambda: bool(self.is_pause)
 
 
 @after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", state=HttpProcess)
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Store the model's limits."""
+    """Store the model's limits and its checkpoint."""
     process.model = ModelLimits.of(self, server_args)
+    process.checkpoint = Checkpoint.of(self, server_args)
 
 
 def mark_guarded(app: Any) -> None:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.hooks import after, before
+from sglang_topp_patches.http import checkpoint_tensors
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
 from sglang_topp_patches.memory.budget import Account, InFlight
 from sglang_topp_patches.refusal_reasons import server_problems
@@ -238,6 +239,7 @@ def guard(app: Any) -> None:
         app.user_middleware.append(Middleware(Guard))
         build = app.build_middleware_stack
         app.build_middleware_stack = lambda: _note_transport(build())
+        checkpoint_tensors.add_route(app, lambda: getattr(app.state, _PROCESS).checkpoint)
     mark_guarded(app)
 
 

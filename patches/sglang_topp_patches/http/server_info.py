@@ -54,6 +54,7 @@ def add_status(
         **report,
         "active": not problems,
         "problems": problems,
+        "is_paused": process.is_paused(),
         "notes": list(refusal_reasons.environment_notes()),
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),

@@ -6,7 +6,6 @@ The checks of the installed SGLang are in `sglang_topp_patches.doctor`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,21 +47,9 @@ def _run(args: argparse.Namespace) -> int:
         )
     from sglang_topp_patches.doctor import report
 
-    is_whole, lines = report()
-    print("\n".join(lines if args.verbose else _summary(lines)))
+    is_whole, lines = report(args.verbose)
+    print("\n".join(lines))
     return 0 if is_whole else FAILED
-
-
-def _summary(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a report about what does not hold, and the number of seams that hold."""
-    num_holding = sum(line.startswith("  holds") for line in lines)
-    is_failing = False
-    for line in lines:
-        is_failing = line.startswith("  FAILS") or (is_failing and line.startswith("   "))
-        if is_failing or line.startswith(("SGLang ", "problem: ", "note: ")):
-            yield line
-    yield f"{num_holding} functions of SGLang are as expected; -v lists them"
-    yield lines[-1]
 
 
 def _check_server(url: str) -> int:
