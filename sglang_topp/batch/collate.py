@@ -28,12 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
@@ -110,7 +111,7 @@ def collate_rl(
         responses: B rows of token ids.
         rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number beyond the
             range of float32 becomes infinite.
-        loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
+        loss_masks: B rows of R_i values, each 0 or 1.
         logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i

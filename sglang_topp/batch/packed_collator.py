@@ -31,12 +31,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import RaggedRows, as_integer, field_dtype, write_row
 from sglang_topp.candidates import CandidateSets
