@@ -5,8 +5,8 @@ Like SGLang, `report` loads the plugin with `load_plugins`.
 
 from __future__ import annotations
 
-from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.all_hooks import SEAMS
+from sglang_topp_patches.capabilities import environment_notes, environment_problems
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import SeamCheck, status
 from sglang_topp_patches.memory.budget import budget
@@ -31,9 +31,9 @@ def report() -> tuple[bool, list[str]]:
         lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
         lines.append(f"         {check.problem or check.seam.purpose}")
     lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
-    problems = [*found.problems, *refusal_reasons.environment_problems()]
+    problems = [*found.problems, *environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
-    lines += [f"note: {note}" for note in refusal_reasons.environment_notes()]
+    lines += [f"note: {note}" for note in environment_notes()]
     lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines
