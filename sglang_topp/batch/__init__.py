@@ -8,7 +8,7 @@ from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.collate import RLBatch, SFTBatch, collate_rl, collate_rollouts, collate_sft
 from sglang_topp.batch.loss_mask_encoding import PackedLossMask, pack_loss_mask, unpack_loss_masks
 from sglang_topp.batch.micro_batches import MicroBatches, split_micro_batches, take_batch
-from sglang_topp.batch.nested_batch import NestedBatch, NestedFieldSpec, nest_batch, unnest_batch
+from sglang_topp.batch.nested import NestedBatch, NestedFieldSpec, nest_batch, unnest_batch
 from sglang_topp.batch.packed_collator import PackedBatch, PackedCollator
 from sglang_topp.batch.rollout_columns import RolloutLike
 

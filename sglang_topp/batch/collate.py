@@ -14,7 +14,7 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-`reference_loops.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
+`tests/batch/reference_loops.py` has slow versions of both, which define the results.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ def collate_rl(
     max_seq_len: int | None = None,
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
-
-    The result equals that of `reference_loops.collate_rl` bit for bit.
 
     Args:
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
@@ -227,7 +225,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result equals that of `reference_loops.collate_sft` bit for bit.
+    """Collate supervised examples.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.

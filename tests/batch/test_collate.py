@@ -20,9 +20,9 @@ from sglang_topp.batch import (
     collate_rl,
     collate_sft,
     pack_loss_mask,
-    reference_loops,
 )
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 from tests.fake_gpu import gpu
 

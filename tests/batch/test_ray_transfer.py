@@ -66,7 +66,7 @@ def test_nested_parts_are_modified_in_workers_and_returned() -> None:
         "dense": torch.from_numpy(rng.random((8, 2000))),
     }
     fields = {"mask": "mask", "field": NestedFieldSpec("mask", droppable=True), "bf16": "mask"}
-    nested = nest_batch(batch, fields, narrow=False)
+    nested = nest_batch(batch, fields)
 
     @ray.remote
     def work(part: Any) -> dict[str, torch.Tensor]:

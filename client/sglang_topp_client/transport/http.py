@@ -15,6 +15,7 @@ connection. With many idle connections, this takes quadratic time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
@@ -423,6 +424,12 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
             # message tells the user why the retried call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
+        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+            raise TransportError(
+                f"{url}: nothing listens at {error.host}:{error.port} (connection refused); start one,"
+                f" for example with `sglang-topp serve --model-path MODEL --port {error.port}`, or give"
+                " the address of a server that runs"
+            ) from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             raise TransportError(
                 f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in"

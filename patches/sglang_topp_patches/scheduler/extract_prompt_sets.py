@@ -361,10 +361,11 @@ class PromptSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `customized_info`."""
-        packed: list[PackedSet | None] = []
+        packed: list[PackedSet | Entry] = []
         for chunk in (each.on_host() for each in self.chunks):
             packed += [
-                None if row in chunk.problems else each for row, each in enumerate(chunk.packed_sets())
+                Entry(None, chunk.problems[row]) if row in chunk.problems else each
+                for row, each in enumerate(chunk.packed_sets())
             ]
         start = 0
         for row, (req, request_id, p, count) in enumerate(
@@ -404,7 +405,7 @@ class PromptSets:
             if not there:
                 there.append(Entry(None, weight_version=self.weights.version))
             there.extend(own)
-            if None in own:
+            if any(isinstance(each, Entry) for each in own):
                 end_without_set(req)
                 continue
             charge(req, _num_candidates(own), len(own))
@@ -420,8 +421,8 @@ def _scores_token(req: Any, position: int) -> bool:
     return scored >= len(ids) or (req.input_embeds is None and 0 <= ids[scored] < req.vocab_size)
 
 
-def _num_candidates(packed: Sequence[PackedSet | None]) -> int:
-    return sum(len(each[0]) // 4 for each in packed if each is not None)
+def _num_candidates(packed: Sequence[PackedSet | Entry]) -> int:
+    return sum(len(each[0]) // 4 for each in packed if not isinstance(each, Entry))
 
 
 def _no_sets(count: int, device: torch.device) -> ExtractedSets:
