@@ -6,8 +6,8 @@ core; the checks themselves take milliseconds.
 
 from __future__ import annotations
 
-from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.all_hooks import SEAMS
+from sglang_topp_patches.capabilities import environment_notes, environment_problems
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import SeamCheck, status
 from sglang_topp_patches.memory.budget import budget
@@ -46,8 +46,8 @@ def report(verbose: bool) -> tuple[bool, list[str]]:
     else:
         lines += [f"refused on this release (-v says why): {', '.join(refused)}"] if refused else []
         lines.append(f"limits: {', '.join(f'{name} {limit}' for name, limit in limits.items())}")
-    problems = [*found.problems, *refusal_reasons.environment_problems()]
+    problems = [*found.problems, *environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
-    lines += [f"note: {note}" for note in refusal_reasons.environment_notes()]
+    lines += [f"note: {note}" for note in environment_notes()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines

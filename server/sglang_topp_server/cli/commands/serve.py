@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
             " SGLang uses the other installed platform",
             USAGE,
         )
-    from sglang_topp_patches.refusal_reasons import environment_problems
+    from sglang_topp_patches.capabilities import environment_problems
     from sglang_topp_server.process import launch
 
     for reason in environment_problems():

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
-from sglang_topp_patches import refusal_reasons
+from sglang_topp_patches import capabilities
 from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.http.process_state import HTTP_SERVER, mark_guarded, note_server_args
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
 
+@pytest.fixture(autouse=True)
+def hooks_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process, which loads no plugins, count as one whose hooks are all in place."""
+    monkeypatch.setattr(capabilities, "status", lambda: SimpleNamespace(problems=()))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
         ("speculative_algorithm", "DFLASH", "--speculative-algorithm DFLASH"),
-        ("dllm_algorithm", "LowConfidence", "diffusion"),
+        (
+            "dllm_algorithm",
+            "LowConfidence",
+            "--dllm-algorithm: got 'LowConfidence', expected None: diffusion",
+        ),
     ],
 )
 def test_modes_without_exact_sets_refuse(
     monkeypatch: pytest.MonkeyPatch, field: str, value: Any, words: str
 ) -> None:
-    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=()))
     args = {
         "speculative_algorithm": None,
         "dllm_algorithm": None,
@@ -36,14 +47,14 @@ def test_modes_without_exact_sets_refuse(
     assert process.problems() == ()
     # A scheduler passes its own arguments.
     other = SimpleNamespace(**{**args, field: value})
-    (reason,) = refusal_reasons.server_problems(other)
+    (reason,) = capabilities.Capabilities.of(other).problems
     assert words in reason
     note_server_args(process, None, None, other)
     assert process.problems() == (reason,)
 
 
 def test_every_source_of_reasons_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=("a seam is gone",)))
+    monkeypatch.setattr(capabilities, "status", lambda: SimpleNamespace(problems=("a seam is gone",)))
     process = http_process(dllm_algorithm="LowConfidence")
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     app = SimpleNamespace(state=SimpleNamespace())
@@ -56,6 +67,63 @@ def test_every_source_of_reasons_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(process.problems()) == len(words) - 1
 
 
+def drawing_arguments() -> dict[str, Any]:
+    """Return the arguments of the installed SGLang that may change what is drawn, with their defaults."""
+    prefixes = ("speculative_", "watermark", "enable_watermark", "dllm")
+    parameters = inspect.signature(ServerArgs).parameters.values()
+    return {each.name: each.default for each in parameters if each.name.startswith(prefixes)}
+
+
+@pytest.mark.parametrize("name", sorted(drawing_arguments()))
+def test_every_argument_that_may_change_what_is_drawn_is_refused_or_checked(name: str) -> None:
+    default = drawing_arguments()[name]
+    assert not list(capabilities._unchecked_arguments(SimpleNamespace(**{name: default})))
+    for other in ("x", not default, 0.5):
+        found = list(capabilities._unchecked_arguments(SimpleNamespace(**{name: other})))
+        assert bool(found) is (name not in capabilities._CHECKED_ARGUMENTS and other != default)
+        assert all(reason.startswith(f"--{name.replace('_', '-')}: got {other!r}, ") for reason in found)
+
+
+def test_a_new_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release may add one that nobody has read about."""
+
+    def of_a_new_release(model_path: str, speculative_magic: float = 1.0) -> None: ...
+
+    monkeypatch.setattr("sglang.srt.server_args.ServerArgs", of_a_new_release)
+    assert not list(capabilities._unchecked_arguments(SimpleNamespace(speculative_magic=1.0)))
+    (reason,) = capabilities._mode_problems(SimpleNamespace(speculative_magic=0.9))
+    assert reason.startswith("--speculative-magic: got 0.9, expected 1.0: accepted drafts")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+        *("speculative_use_block_verification", "enable_watermark", "watermark_key", "dllm_algorithm"),
+    ],
+)
+def test_arguments_that_are_known_to_change_what_is_drawn_are_not_allowed(name: str) -> None:
+    assert name not in capabilities._CHECKED_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_refused"), [(None, False), ("", False), ("sglang_topp_cpu", False), ("ascend", True)]
+)
+def test_a_platform_with_which_sglang_drops_this_plugin_is_named(
+    monkeypatch: pytest.MonkeyPatch, platform: str | None, is_refused: bool
+) -> None:
+    """SGLang excludes the package without a word, so that `doctor` and `serve` have to say it."""
+    from sglang.srt.plugins import _get_excluded_dists
+
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    if platform is not None:
+        monkeypatch.setenv("SGLANG_PLATFORM", platform)
+    assert ("sglang-topp" in _get_excluded_dists()) is is_refused
+    problems = capabilities.environment_problems()
+    assert bool(problems) is is_refused
+    assert all("SGLANG_PLATFORM: got 'ascend'" in problem and "unset it" in problem for problem in problems)
+
+
 @needs(Feature.SPECULATIVE)
 @pytest.mark.parametrize(
     "algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "FROZEN_KV_MTP", "A_PLUGINS_OWN"]
@@ -65,19 +133,17 @@ def test_speculation_is_served_but_in_some_configurations(
 ) -> None:
     def reasons(**args: Any) -> tuple[str, ...]:
         args = {"speculative_algorithm": algorithm, "disaggregation_mode": "null", **args}
-        return refusal_reasons._mode_problems(SimpleNamespace(**args))
+        return capabilities._mode_problems(SimpleNamespace(**args))
 
     assert reasons(speculative_eagle_topk=4, enable_multi_layer_eagle=True, pp_size=1) == ()
     refusals = {
-        "acceptance": {"speculative_accept_threshold_single": 0.9},
-        "-acc below 1": {"speculative_accept_threshold_acc": 0.5},
         "--pp-size": {"pp_size": 2},
         "--disaggregation-mode": {"disaggregation_mode": "decode"},
     }
     for words, args in refusals.items():
         (reason,) = reasons(**args)
         assert reason.startswith(f"--speculative-algorithm {algorithm} with")
-        assert words in reason or words == "acceptance"
+        assert words in reason
     rejecting = reasons(speculative_use_rejection_sampling=True)
     reason = refused(Feature.REJECTION_SAMPLING)
     assert rejecting == ((f"--speculative-use-rejection-sampling: {reason}",) if reason else ())
@@ -98,25 +164,26 @@ def test_speculation_is_served_but_in_some_configurations(
     ],
 )
 def test_algorithms_with_another_verification_are_refused(algorithm: str, words: str) -> None:
-    (reason,) = refusal_reasons._mode_problems(SimpleNamespace(speculative_algorithm=algorithm))
+    (reason,) = capabilities._mode_problems(SimpleNamespace(speculative_algorithm=algorithm))
     assert reason.startswith(f"--speculative-algorithm {algorithm}: ")
     assert words in reason
 
 
 def test_sampled_requests_are_refused_where_verification_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_drafts = SimpleNamespace(speculative_algorithm="EAGLE")
-    assert refusal_reasons.verification_problem(with_drafts, 1 << 30) == ""
+    def greedy_only(algorithm: str | None) -> str:
+        return capabilities.Capabilities.of(SimpleNamespace(speculative_algorithm=algorithm)).speculative
+
+    assert greedy_only("EAGLE") == ""
     monkeypatch.setattr("sglang.srt.utils.is_hip", lambda: True)
-    assert "only greedy requests" in refusal_reasons.verification_problem(with_drafts, 50)
-    assert refusal_reasons.verification_problem(with_drafts, 1) == ""
-    assert refusal_reasons.verification_problem(SimpleNamespace(speculative_algorithm=None), 50) == ""
+    assert "only greedy requests" in greedy_only("EAGLE")
+    assert greedy_only(None) == ""
 
 
 @needs(Feature.DISAGGREGATION)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
     def reasons(**args: Any) -> tuple[str, ...]:
-        return refusal_reasons._mode_problems(SimpleNamespace(disaggregation_mode=role, **args))
+        return capabilities._mode_problems(SimpleNamespace(disaggregation_mode=role, **args))
 
     assert reasons(disaggregation_transfer_backend="nixl", tokenizer_worker_num=1, pp_size=1) == ()
     assert "--enable-pd-role-switch" in reasons(enable_pd_role_switch=True)[0]
@@ -131,19 +198,19 @@ def test_disaggregated_servers_serve_but_in_some_modes(role: str) -> None:
 def test_settings_of_the_environment_that_refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for value, is_refused in (("1", True), ("true", True), ("Yes", True), ("0", False), ("", False)):
         monkeypatch.setenv(name, value)
-        assert bool(refusal_reasons.environment_problems()) is is_refused
-        assert bool(refusal_reasons._mode_problems(SimpleNamespace())) is is_refused
+        assert bool(capabilities.environment_problems()) is is_refused
+        assert bool(capabilities._mode_problems(SimpleNamespace())) is is_refused
 
 
 def test_logprobs_before_temperature_refuse_other_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal_reasons.request_problem(0.6) == ""
-    assert refusal_reasons.environment_notes() == ()
+    assert capabilities.request_problem(0.6) == ""
+    assert capabilities.environment_notes() == ()
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     for temperature in (None, 0, 0.0, 1, 1.0):
-        assert refusal_reasons.request_problem(temperature) == ""
+        assert capabilities.request_problem(temperature) == ""
     for temperature in (0.6, 1.5, "warm"):
-        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in refusal_reasons.request_problem(temperature)
-    (note,) = refusal_reasons.environment_notes()
+        assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in capabilities.request_problem(temperature)
+    (note,) = capabilities.environment_notes()
     assert "temperature other than 1" in note
 
 
@@ -165,11 +232,11 @@ def test_what_the_sampler_could_draw_is_known_of_some_backends(
         deterministic=SimpleNamespace(rl_on_policy_target=target),
     )
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: settings)
-    found = refusal_reasons.source_problems()
-    assert len(found) == len(words)
-    assert all(word in reason for word, reason in zip(words, found, strict=True))
+    found = capabilities.Capabilities.of(None).sampler
+    assert bool(found) == bool(words)
+    assert all(word in found for word in words)
 
 
 @needs(Feature.SAMPLER_SOURCE)
 def test_a_process_that_does_not_know_the_backend_says_so() -> None:
-    assert "is not known here" in refusal_reasons.source_problems()[0]
+    assert "is not known here" in capabilities.Capabilities.of(None).sampler

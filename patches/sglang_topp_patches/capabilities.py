@@ -1,29 +1,24 @@
-"""Give the reasons why a server cannot return exact candidate sets, for all requests or for one request.
+"""Compute what a process of an SGLang server can serve, and why not.
 
-A reason follows from the server's arguments, the environment variables, or a request's sampling parameters.
-Two other modules also give reasons to refuse candidate sets. `compat.seam_check` reports a patch set that
-does not fit the SGLang release. `http.process_state` reports HTTP routes of SGLang that run without the patch
-set's checks.
+Everything that a server refuses as a whole follows from the SGLang release, the hooks that hold, the server's
+arguments, and the environment, none of which change while it runs. `Capabilities` states it once per process.
+`GET /server_info`, `sglang-topp doctor`, and every refusal read it. The functions `request_problem` and
+`nucleus_problem` say what a request's own sampling parameters rule out.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.compat.seam_check import status
 from sglang_topp_patches.scheduler_messages import NUCLEUS, SAMPLER, SOURCE
 
-__all__ = [
-    "environment_notes",
-    "environment_problems",
-    "nucleus_problem",
-    "request_problem",
-    "server_problems",
-    "source_problems",
-    "verification_problem",
-]
+__all__ = ["Capabilities", "environment_notes", "environment_problems", "nucleus_problem", "request_problem"]
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
@@ -31,14 +26,65 @@ _TRUE = ("1", "true", "yes", "y", "on", "t")
 # filtered probabilities of these backends, for its own request field `return_sampling_mask`.
 _SAMPLING_BACKENDS = ("flashinfer", "pytorch")
 
+# Server arguments whose names begin so may change which tokens are drawn, or how. Any value but the default
+# is refused, unless `_CHECKED_ARGUMENTS` has the name. So an argument that a new release adds is refused.
+_DRAWING_ARGUMENTS = {
+    "speculative_": "accepted drafts may not be drawn from the target's distribution",
+    "watermark": "tokens are not drawn from the distribution that is reported",
+    "enable_watermark": "tokens are not drawn from the distribution that is reported",
+    "dllm": "diffusion decoding does not draw tokens one by one",
+}
+# These choose and run the draft model, in SGLang 0.5.12 to 0.5.23. Verification draws from the target's
+# distribution whatever was drafted. `_speculation_reasons` checks the values of the first two.
+_CHECKED_ARGUMENTS = frozenset(
+    {
+        *("speculative_algorithm", "speculative_use_rejection_sampling"),
+        *("speculative_draft_model_path", "speculative_draft_model_revision"),
+        *("speculative_draft_load_format", "speculative_draft_model_quantization"),
+        *("speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"),
+        *("speculative_draft_window_size", "speculative_draft_sink_size", "speculative_dsa_topk_backend"),
+        *("speculative_moe_runner_backend", "speculative_moe_a2a_backend"),
+        *("speculative_boundary_reduction", "speculative_skip_dp_mlp_sync"),
+        *("speculative_enable_w4a4_mxfp4_megamoe", "speculative_attention_mode"),
+        *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+        *("speculative_token_map", "speculative_adaptive", "speculative_adaptive_config"),
+        *("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth"),
+        *("speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "speculative_ngram_capacity"),
+        *("speculative_ngram_external_corpus_path", "speculative_ngram_external_sam_budget"),
+        "speculative_ngram_external_corpus_max_tokens",
+    }
+)
 
-def server_problems(server_args: Any) -> tuple[str, ...]:
-    """Return every reason why this server refuses candidate sets, or an empty tuple.
 
-    Args:
-        server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
+@dataclass(frozen=True)
+class Capabilities:
+    """What a process can serve, and why not.
+
+    Attributes:
+        problems: every reason why no request gets sets.
+        sampler: why requests with `top_logprobs_source: "sampler"` get none; "" if they do.
+        speculative: why sampled requests get no sets with the server's speculative decoding, which then are
+            exact for greedy requests only; "" if sampled requests get sets.
     """
-    return (*status().problems, *_mode_problems(server_args))
+
+    problems: tuple[str, ...]
+    sampler: str
+    speculative: str
+
+    @classmethod
+    def of(cls, server_args: Any) -> Capabilities:
+        """Compute the capabilities of this process, after SGLang has loaded its plugins.
+
+        Args:
+            server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
+        """
+        problems = (*status().problems, *_mode_problems(server_args))
+        return cls(problems, "; ".join(_sampler_problems()), _greedy_only(server_args))
+
+    @property
+    def sets(self) -> str:
+        """Why no request gets sets; "" if requests get sets."""
+        return "; ".join(self.problems)
 
 
 def request_problem(temperature: Any) -> str:
@@ -84,7 +130,7 @@ _ORIGINAL_LOGPROB = (
 )
 
 
-def source_problems() -> tuple[str, ...]:
+def _sampler_problems() -> tuple[str, ...]:
     """Return the reasons why this server cannot tell which tokens its sampler could draw."""
     if reason := refused(Feature.SAMPLER_SOURCE):
         return (reason,)
@@ -107,7 +153,18 @@ def source_problems() -> tuple[str, ...]:
 
 def environment_problems() -> tuple[str, ...]:
     """Return every reason why environment variables rule out candidate sets, or an empty tuple."""
-    return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
+    platform = os.environ.get("SGLANG_PLATFORM")
+    return (
+        *(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name)),
+        *([f"SGLANG_PLATFORM: got {platform!r}: {_OTHER_PLATFORM}"] if platform not in _PLATFORMS else []),
+    )
+
+
+_PLATFORMS = (None, "", "sglang_topp_cpu")
+_OTHER_PLATFORM = (
+    "SGLang then loads no plugin of a package that has another platform, as this package has"
+    " (sglang_topp_cpu); unset it, and SGLang finds an accelerator's platform by itself"
+)
 
 
 _ENVIRONMENT = {
@@ -130,16 +187,6 @@ def environment_notes() -> tuple[str, ...]:
 
 def _mode_problems(server_args: Any) -> tuple[str, ...]:
     """Return every reason why the server arguments or the environment rule out candidate sets."""
-    reasons = {
-        "diffusion decoding (--dllm-algorithm): tokens are not drawn one by one": (
-            getattr(server_args, "dllm_algorithm", None)
-        ),
-        **_speculation_reasons(server_args),
-        **_disaggregation_reasons(server_args),
-        "watermarking (--watermark-config): tokens are not drawn from the distribution that is reported": (
-            getattr(server_args, "watermark_config", None)
-        ),
-    }
     used = {
         Feature.PIPELINE: getattr(server_args, "pp_size", 1) > 1,
         Feature.DISAGGREGATION: getattr(server_args, "disaggregation_mode", None) not in (None, "null"),
@@ -147,13 +194,26 @@ def _mode_problems(server_args: Any) -> tuple[str, ...]:
         Feature.SPECULATIVE: bool(getattr(server_args, "speculative_algorithm", None)),
         Feature.REJECTION_SAMPLING: getattr(server_args, "speculative_use_rejection_sampling", False),
     }
-    of_release = tuple(
+    of_release = (
         f"{feature}: {reason}"
         for feature, is_used in used.items()
         if is_used and (reason := refused(feature))
     )
-    of_mode = tuple(reason for reason, applies in reasons.items() if applies)
-    return environment_problems() + of_release + of_mode
+    reasons = {**_speculation_reasons(server_args), **_disaggregation_reasons(server_args)}
+    of_mode = (reason for reason, applies in reasons.items() if applies)
+    return (*environment_problems(), *of_release, *_unchecked_arguments(server_args), *of_mode)
+
+
+def _unchecked_arguments(server_args: Any) -> Iterator[str]:
+    """Yield a reason for each argument that may change what is drawn, unless it has its default value."""
+    from sglang.srt.server_args import ServerArgs
+
+    for name, parameter in inspect.signature(ServerArgs).parameters.items():
+        reason = next((why for prefix, why in _DRAWING_ARGUMENTS.items() if name.startswith(prefix)), "")
+        value = getattr(server_args, name, parameter.default)
+        if reason and name not in _CHECKED_ARGUMENTS and value != parameter.default:
+            option = f"--{name.replace('_', '-')}"
+            yield f"{option}: got {value!r}, expected {parameter.default!r}: {reason}"
 
 
 def _speculation_reasons(server_args: Any) -> dict[str, Any]:
@@ -164,12 +224,9 @@ def _speculation_reasons(server_args: Any) -> dict[str, Any]:
     algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
     if not algorithm:
         return {}
-    thresholds = [getattr(server_args, f"speculative_accept_threshold_{name}", 1.0) for name in _ACCEPT]
     option = f"--speculative-algorithm {algorithm}"
     return {
         f"{option}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
-        f"{option} with --speculative-accept-threshold-single or -acc below 1: accepted drafts are not drawn"
-        " from the target's distribution": min(thresholds) < 1,
         f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang accepts drafts without verifying them": (
             _simulates_acceptance()
         ),
@@ -181,7 +238,6 @@ def _speculation_reasons(server_args: Any) -> dict[str, Any]:
     }
 
 
-_ACCEPT = ("single", "acc")
 _OTHER_VERIFICATION = {
     "DFLASH": "it draws by functions of its own, whose probabilities are not captured",
     "DSPARK": "it draws by functions of its own, partly inside of CUDA graphs, and they are not captured",
@@ -202,13 +258,10 @@ def _has_unknown_kernel() -> bool:
     return bool(is_npu() or is_musa())
 
 
-def verification_problem(server_args: Any, top_k: int) -> str:
-    """Return why speculative decoding gives no exact sets for a request with this `top_k`.
-
-    Return an empty string if the request's sets are exact. A request with a `top_k` of 1 is greedy.
-    """
+def _greedy_only(server_args: Any) -> str:
+    """Return why speculative decoding gives exact sets for greedy requests only, or an empty string."""
     algorithm = getattr(server_args, "speculative_algorithm", None)
-    if not algorithm or top_k == 1:
+    if not algorithm:
         return ""
     from sglang.srt.utils import is_cpu, is_hip, is_xpu
 
