@@ -28,9 +28,9 @@ from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import candidate_logprobs, head_logprobs
 from sglang_topp_client import Rollout, add_trainer_columns, plots, save_rollouts
-from sglang_topp_client.view.build_page import page_of_file
-from sglang_topp_client.view.token_text import TokenTexts
 from sglang_topp_server.cli.tiny_model import make_tiny_model
+from sglang_topp_server.view.build_page import page_of_file
+from sglang_topp_server.view.token_text import TokenTexts
 
 ROOT = Path(__file__).parents[2]
 TARGET = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent

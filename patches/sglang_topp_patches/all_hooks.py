@@ -57,5 +57,5 @@ def new_states() -> Mapping[type[Any], Any]:
     in_flight = InFlight(budget().max_candidates_in_flight)
     prefill_server = serve_prefill_sets.PrefillServer(in_flight)
     http = process_state.HttpProcess(in_flight, prefill_server)
-    scheduler = SchedulerProcess(in_flight)
-    return {type(each): each for each in (in_flight, prefill_server, http, scheduler, scheduler.prefix_cache)}
+    scheduler = SchedulerProcess()
+    return {type(each): each for each in (prefill_server, http, scheduler, scheduler.prefix_cache)}

@@ -7,6 +7,7 @@ plugins in the HTTP workers of `--tokenizer-worker-num`, so `http.worker_app` lo
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -66,7 +67,6 @@ def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> bool:
 
 
 def _is_detokenizer() -> bool:
-    """Return whether this is SGLang's detokenizer process. It names itself before it loads plugins."""
-    from setproctitle import getproctitle
-
-    return bool(getproctitle() == "sglang::detokenizer")
+    """Return whether this is SGLang's detokenizer process. It sets its title before it loads plugins."""
+    setproctitle = sys.modules.get("setproctitle")
+    return setproctitle is not None and setproctitle.getproctitle() == "sglang::detokenizer"

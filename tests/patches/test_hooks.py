@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
+import sglang_topp_patches
 from sglang_topp_patches.all_hooks import SEAMS, new_states
 from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Feature
-from sglang_topp_patches.hooks import Hook, Seam, after, around, before, hooks_of
+from sglang_topp_patches.hooks import Hook, Seam, after, around, before, hooks_of, seams_of
 
 HOOKS = [seam for seam in SEAMS if isinstance(seam, Hook)]
 RUN = "sglang.srt.managers.scheduler.Scheduler.run"
@@ -90,6 +93,13 @@ def test_the_releases_of_a_hook(
     seam = Seam(RUN, "", since=since, until=until)
     assert all(seam.is_in(release) for release in inside)
     assert not any(seam.is_in(release) for release in outside)
+
+
+def test_all_hooks_lists_every_module() -> None:
+    package = sglang_topp_patches
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    modules = [importlib.import_module(each.name) for each in found]
+    assert Counter(map(repr, seams_of(modules))) == Counter(map(repr, SEAMS))
 
 
 def test_every_hook_says_its_purpose_and_its_state_exists() -> None:

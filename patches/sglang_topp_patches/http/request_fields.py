@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.capabilities import request_problem
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http import (
     model_limit_checks,
@@ -26,7 +27,6 @@ from sglang_topp_patches.http import (
 )
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
-from sglang_topp_patches.refusal_reasons import request_problem, source_problems
 from sglang_topp_patches.scheduler_messages import (
     AT_END,
     BASE64,
@@ -126,6 +126,8 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
     asked = _RequestedSets.of(process, raw.get, self.batch_size)
     if asked.any and (path := route_policy.path_without_sets.get()):
         raise InvalidInputError(f"{asked.field}: {path} cannot return candidate sets; ask /generate")
+    if asked.any:
+        process.check_room(is_streamed=bool(getattr(self, "stream", False)))
     resume.pass_to_scheduler(process, self, raw.get)
     if self.is_single:
         for name, values in asked.fields().items():
@@ -307,8 +309,8 @@ class _RequestedSets:
             if problem := request_problem(given.get("temperature")):
                 raise InvalidInputError(f"sampling_params, with {field}: {problem}")
         problems = [*process.problems()]
-        if any(self.sampler):
-            problems += source_problems()
+        if any(self.sampler) and process.capabilities.sampler:
+            problems.append(process.capabilities.sampler)
         if problems:
             raise InvalidInputError(f"{field}: candidate sets are not served here: {'; '.join(problems)}")
 

@@ -18,6 +18,7 @@ Without the error, the answer would look like an answer to a request that asked 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -40,6 +41,7 @@ from sglang_topp_patches.scheduler_messages import (
     BASE64,
     DISTRIBUTION,
     KEY,
+    NO_SET,
     NUCLEUS,
     PROMPT_KEY,
     SAMPLER,
@@ -134,6 +136,9 @@ def write_meta_info(
 
     accumulator = _accumulator(state)
     accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    if accumulator.lacks_first and accumulator.question is None and accumulator.first_token_id is not None:
+        asking = fetch_prefill_sets.fetch_first_token(self.server_args, state, accumulator.first_token_id)
+        accumulator.question = asyncio.create_task(asking)
     if accumulator.has_failed and not finished:
         accumulator.is_aborted = True
         self.abort_request(state.obj.rid)
@@ -246,20 +251,15 @@ async def _with_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     accumulator = _accumulator(state)
     abort = partial(self.abort_request, state.obj.rid)
-    accumulator.attach(current_call.get(), process.in_flight, abort)
-    asking = fetch_prefill_sets.open_question(self.server_args, state.obj)
-    async with aclosing(chunks), asking as question:
+    accumulator.attach(current_call.get(), process.in_flight)
+    async with aclosing(chunks):
         async for out in chunks:
-            accumulator.check_call()
             meta_info = out["meta_info"]
             reason = meta_info.get("finish_reason")
             if meta_info.get(KEY) is not None:
                 if accumulator.lacks_first:
-                    token_id = accumulator.first_token_id
-                    accumulator.add_first_token(
-                        await fetch_prefill_sets.fetch_first_token(question, state, token_id)
-                    )
-                    accumulator.check_call()
+                    assert accumulator.question is not None
+                    accumulator.add_first_token(await accumulator.question)
                 if problem := accumulator.check(None):
                     abort()
                     field = asking_field(vars(state.obj).get)
@@ -314,7 +314,7 @@ def _write_our_fields(
         target.update(accumulator.weight_spans.meta_info(stop))
     sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
     if accumulator.prompt:
-        sides.append(("input", join(accumulator.prompt)))
+        sides.append(("input", join(None if row == NO_SET else row for row in accumulator.prompt)))
     for side, positions in sides:
         if getattr(obj, BASE64, False):
             fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)

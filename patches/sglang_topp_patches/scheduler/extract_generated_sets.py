@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.scheduler import gpu_staging, sampler_candidates
@@ -39,7 +40,8 @@ from sglang_topp_patches.scheduler.customized_info import (
 )
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
-from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import is_refused, num_candidates
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, PackedSet
 
@@ -217,9 +219,11 @@ class GeneratedSets:
         return ""
 
 
-@after(STREAM_OUTPUT, since="0.5.13")
-@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13")
-def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+@after(STREAM_OUTPUT, since="0.5.13", state=SchedulerProcess)
+@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13", state=SchedulerProcess)
+def free_sent_entries(
+    process: SchedulerProcess, result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any
+) -> None:
     """Free the sets that were sent.
 
     The list `customized_info[KEY]` of a request has one `Entry` per generated token. When the hook runs,
@@ -227,8 +231,8 @@ def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, *
     would stay in memory until SGLang frees the request.
     """
     for req in reqs:
-        if req.finished_output:
-            close_account(req)
+        if req.finished_output and num_candidates(req) * 8 >= LARGE_BYTES:
+            process.trimmer.trim_soon()
         info = req.customized_info
         if not info:
             continue

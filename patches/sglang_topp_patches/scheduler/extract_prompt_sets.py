@@ -21,21 +21,15 @@ import torch
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
-from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.memory.budget import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.gpu_staging import StagedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights, weights_of
-from sglang_topp_patches.scheduler.request_budget import (
-    charge,
-    end_without_set,
-    is_refused,
-    refuse,
-    refuse_prompt,
-)
+from sglang_topp_patches.scheduler.request_budget import charge, end_without_set, is_refused, refuse
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, PackedSet
+from sglang_topp_patches.scheduler_messages import KEY, NO_SET, PROMPT_KEY, Entry, PackedSet
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
@@ -161,8 +155,8 @@ class _Observer:
         self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
         self._next_ids = metadata.extend_input_logprob_token_ids_gpu
         self._counts = metadata.extend_logprob_pruned_lens_cpu
-        in_flight, thresholds = forward_pass.process.in_flight, forward_pass.rows.thresholds
-        self._extraction = PassExtraction(in_flight, thresholds, self._counts)
+        in_flight = forward_pass.process.candidates_in_flight
+        self._extraction = PassExtraction(in_flight, forward_pass.rows.thresholds, self._counts)
         self._position = 0
 
     def add(self, logits: torch.Tensor) -> None:
@@ -218,25 +212,31 @@ class PassExtraction:
     """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
 
     At p = 1, the prompt sets of one forward pass may hold more candidates than any device can store. So this
-    class checks the limits (`memory.budget`) during the pass. After a prompt exceeds a limit, the prompt's
-    later rows get no sets.
+    class checks the limits (`memory.budget`) during the pass. A prompt that exceeds the limit per sample gets
+    no more sets. Once the scheduler holds more candidates than fit, neither do the prompts that are not
+    completely extracted yet.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the prompt sets of the pass, in the order of the rows.
-        refused: one item for each request that gets an error instead of sets. The key is the request's
-            index. The value True means that the server is too busy, because all requests together exceed the
-            limit on candidates in flight. The value False means that this request alone exceeds the limit
-            per sample.
+        refused: the HTTP status and the message of each request that gets an error instead of sets, by the
+            request's index.
     """
 
-    def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+    def __init__(self, in_flight: int, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+        """Begin a pass.
+
+        Args:
+            in_flight: the number of candidates that the scheduler holds before the pass.
+            thresholds: each request's threshold p; 0 if the request gets no prompt sets.
+            counts: the number of scored rows of each request.
+        """
         self._in_flight = in_flight
         self._owners = np.repeat(np.arange(len(counts)), counts)
         self._candidates = np.zeros(len(counts), np.int64)
         self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
         self.chunks: list[Sets] = []
-        self.refused: dict[int, bool] = {}
+        self.refused: dict[int, tuple[HTTPStatus, str]] = {}
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
@@ -265,23 +265,21 @@ class PassExtraction:
         if len(chunk.token_ids):
             sizes = chunk.offsets.diff().cpu().numpy()
             np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
-            for owner in np.flatnonzero(self._candidates > budget().max_candidates_per_sample):
-                self._refuse(int(owner), is_busy=False)
-            while self._held() > self._in_flight.limit - self._in_flight.total:
-                kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
-                self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
-            if self._candidates.sum() > _VALUES_AT_ONCE:
+            limits, total = budget(), int(self._candidates.sum())
+            for owner in np.flatnonzero(self._candidates > limits.max_candidates_per_sample):
+                self._refuse(int(owner), HTTPStatus.REQUEST_ENTITY_TOO_LARGE, prompt_refusal(limits))
+            if busy := busy_refusal(self._in_flight + total, limits.max_candidates_in_flight):
+                for owner in np.unique(self._owners[self._num_rows + num_rows :]):
+                    self._refuse(int(owner), HTTPStatus.TOO_MANY_REQUESTS, busy)
+            if total > _VALUES_AT_ONCE:
                 # Move the sets to the host, because the device may have less memory than the host. The limits
                 # on candidates are derived from the host's memory.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
 
-    def _held(self) -> int:
-        return sum(int(n) for owner, n in enumerate(self._candidates) if owner not in self.refused)
-
-    def _refuse(self, owner: int, *, is_busy: bool) -> None:
-        self.refused.setdefault(owner, is_busy)
+    def _refuse(self, owner: int, status: HTTPStatus, reason: str) -> None:
+        self.refused.setdefault(owner, (status, reason))
         self.thresholds[self._owners == owner] = 0
 
 
@@ -347,7 +345,7 @@ class PromptSets:
     counts: tuple[int, ...]
     chunks: tuple[Sets, ...]
     weights: Weights
-    refused: Mapping[int, bool] = field(default_factory=dict)
+    refused: Mapping[int, tuple[HTTPStatus, str]] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
         """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
@@ -380,7 +378,8 @@ class PromptSets:
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
-                refuse_prompt(req, is_busy=self.refused[row])
+                status, reason = self.refused[row]
+                refuse(req, reason, status)
                 continue
             info = req.customized_info = req.customized_info or {}
             # If a request has an output token's set, earlier passes already added all sets of the request's
@@ -399,6 +398,10 @@ class PromptSets:
                 )
                 continue
             there = info.setdefault(PROMPT_KEY, internals().prompt_rows())
+            first = req.logprob_start_len + max(0, len(there) - 1)  # the position of the first new row
+            own = [
+                each if _scores_token(req, position) else NO_SET for position, each in enumerate(own, first)
+            ]
             if not there:
                 there.append(Entry(None, weight_version=self.weights.version))
             there.extend(own)
@@ -406,6 +409,16 @@ class PromptSets:
                 end_without_set(req)
                 continue
             charge(req, _num_candidates(own), len(own))
+
+
+def _scores_token(req: Any, position: int) -> bool:
+    """Return whether the row at a prompt position scores a token, and not an image's or an embedding's place.
+
+    A row scores the token at the next position. For an image, SGLang has placeholders there that are no token
+    ids; for `input_embeds`, it makes ids up.
+    """
+    ids, scored = req.origin_input_ids, position + 1
+    return scored >= len(ids) or (req.input_embeds is None and 0 <= ids[scored] < req.vocab_size)
 
 
 def _num_candidates(packed: Sequence[PackedSet | Entry]) -> int:

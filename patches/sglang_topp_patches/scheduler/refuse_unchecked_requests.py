@@ -11,14 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_topp_patches.capabilities import nucleus_problem, request_problem
 from sglang_topp_patches.hooks import Seam, before
-from sglang_topp_patches.refusal_reasons import (
-    nucleus_problem,
-    request_problem,
-    server_problems,
-    source_problems,
-    verification_problem,
-)
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import outside_kv_problem, scores_prompt
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit
@@ -54,24 +48,23 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
     field = asking_field(custom.get)
     if not field:
         return
-    admit(req, process.in_flight)
+    admit(req, process)
     if req.to_finish is not None:
         return
-    params = req.sampling_params
+    params, served = req.sampling_params, process.capabilities_of(self)
     problem = (
         request_problem(params.temperature)
-        or verification_problem(self.server_args, params.top_k)
+        or (served.speculative if params.top_k != 1 else "")
         or _prompt_problem(self, req)
         or _nucleus_problem(params, custom)
     )
     if KEY not in custom:
-        causes = server_problems(self.server_args)
         problem = (
-            "; ".join(causes)
+            served.sets
             or "it came through an entry point that cannot carry candidate sets; ask POST /generate"
         )
-    elif field == SOURCE and (causes := source_problems()):
-        problem = "; ".join(causes)
+    elif field == SOURCE and served.sampler:
+        problem = served.sampler
     if problem:
         for name in FIELDS:
             custom.pop(name, None)
