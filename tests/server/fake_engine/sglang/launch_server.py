@@ -164,7 +164,7 @@ class FakeEngine:
             "cached_tokens": 1,
             "weight_version": "7",
             "input_token_logprobs": [
-                [None, ids[start], None] if start < len(ids) else [],
+                *([None, token, None] for token in ids[start : start + 1]),
                 *([float(row[0]), token, None] for token in scored),
             ],
             "output_token_logprobs": [],
