@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_topp.nucleus import gpu_extraction, reference, support_candidates, top_p_candidates
+from sglang_topp.nucleus import gpu_extraction, support_candidates, top_p_candidates
 from tests.fake_gpu import forbid_waits, gpu
+from tests.nucleus import reference
 
 VOCAB = 200
 
