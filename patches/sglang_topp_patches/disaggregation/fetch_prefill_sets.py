@@ -17,14 +17,13 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
-
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH
 from sglang_topp_patches.hooks import Seam, after
-from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, custom_params
+from sglang_topp_patches.scheduler.request_budget import buffer_of, end_without_set, is_refused
+from sglang_topp_patches.scheduler_messages import asking_field, custom_params
+from sglang_topp_patches.set_buffer import Problem, SetBuffer
 
 __all__ = ["CALLED", "fetch_first_token", "note_first_token", "num_scored_here"]
 
@@ -49,16 +48,14 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     req = decode_req.req
     if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
         return
-    if req.customized_info is None:
-        req.customized_info = {}
-    entries = req.customized_info.setdefault(KEY, [])
+    buffer = buffer_of(req)
     # After a retraction, SGLang transfers a request's KV cache again, and restores the request's last token.
-    # `entries` already has an entry for a restored token, so the loop adds none.
-    while len(entries) < len(req.output_ids):
+    # `buffer` already has a restored token, so the loop adds none.
+    while buffer.end < len(req.output_ids):
         if getattr(decode_req, "is_rebootstrap", False):  # SGLang before 0.5.16 lacks the attribute
-            entries.append(Entry(None, "the prefill server drew the token again, without log-probs"))
-        else:
-            entries.append(Entry(None, handed_over=True))
+            problem = "the prefill server drew the token again, without log-probs"
+            return end_without_set(req, f"no candidate set at position {buffer.end}: {problem}")
+        buffer.append(None)
 
 
 def num_scored_here(server_args: Any, state: Any) -> int | None:
@@ -74,7 +71,7 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
 async def fetch_first_token(server_args: Any, state: Any, token_id: int) -> FirstToken:
     """Ask the prefill server for the sets of a request's first token and of its prompt.
 
-    If the sets are missing or belong to something else, `entry.problem` of the result says why.
+    If the sets are missing or belong to something else, `sets.problem` of the result says why.
 
     Args:
         server_args: SGLang's `ServerArgs`.
@@ -102,9 +99,9 @@ async def fetch_first_token(server_args: Any, state: Any, token_id: int) -> Firs
                     cause = str(error) or type(error).__name__
                     await asyncio.sleep(_RETRY_S)
             first = _first_of(status, body, server)
-            if not first.entry.problem:
+            if first.sets.problem is None:
                 first = _checked(first, inputs, token_id, state.output_token_logprobs_val[0])
-            if not first.entry.problem:
+            if first.sets.problem is None:
                 # If this does not arrive, the prefill server drops the sets later.
                 with suppress(aiohttp.ClientError, TimeoutError):
                     await (await session.delete(url)).release()
@@ -131,12 +128,8 @@ def _checked(first: FirstToken, inputs: Mapping[str, str], token_id: int, logpro
     """Return `first`, or a problem if it belongs to another request than the decode server's."""
     if names := differing_names(inputs, first.inputs):
         return _problem(f"the prefill server was asked with other {', '.join(names)}; both need the same")
-    assert first.entry.candidates is not None
-    ids, logprobs = (
-        np.frombuffer(part, dtype)
-        for part, dtype in zip(first.entry.candidates, (np.int32, np.float32), strict=True)
-    )
-    theirs = logprobs[ids == token_id]
+    ours = first.sets.generated.positions(0, 1)
+    theirs = ours.logprobs[ours.token_ids == token_id]
     if first.token_id != token_id or len(theirs) != 1 or abs(float(theirs[0]) - logprob) > 1e-5:
         return _problem(
             f"the prefill server sent the set of token {first.token_id}, and the answer begins with token"
@@ -146,4 +139,6 @@ def _checked(first: FirstToken, inputs: Mapping[str, str], token_id: int, logpro
 
 
 def _problem(sentence: str) -> FirstToken:
-    return FirstToken(-1, {}, Entry(None, sentence))
+    sets = SetBuffer()
+    sets.fail(Problem(f"no candidate set at position 0: {sentence}"))
+    return FirstToken(-1, {}, sets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from sglang_topp.errors import WireError
-from sglang_topp_patches.scheduler_messages import FIELDS, KEY, SOURCE, THRESHOLD, Entry, PackedSet, join
+from sglang_topp_patches.scheduler_messages import FIELDS, KEY, SOURCE, THRESHOLD
+from sglang_topp_patches.set_buffer import PackedSets, Problem, SetBuffer
 
 __all__ = ["FirstToken", "differing_names", "first_token_inputs"]
 
@@ -27,20 +29,12 @@ class FirstToken:
     Attributes:
         token_id: the id of the first token.
         inputs: the inputs of the prefill server's request, as `first_token_inputs` returns them.
-        entry: the first token's candidate set, or the reason why the set is missing.
-        prompt: a tuple that begins with None, and then has one candidate set for each prompt position with a
-            log-prob. The tuple is empty if there are no prompt sets.
+        sets: the first token's set and those of the prompt, or the problem why they are missing.
     """
 
     token_id: int
     inputs: Mapping[str, str]
-    entry: Entry
-    prompt: tuple[PackedSet | None, ...] = ()
-
-    @property
-    def num_candidates(self) -> int:
-        """The total number of candidates in the first generated token's set and the prompt's sets."""
-        return sum(len(each[0]) // 4 for each in (self.entry.candidates, *self.prompt) if each)
+    sets: SetBuffer
 
     def to_bytes(self) -> bytes:
         """Return one JSON line, then all candidates' token ids (int32), then all log-probs (float32).
@@ -48,23 +42,18 @@ class FirstToken:
         The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
         the result.
         """
-        positions = join((self.entry.candidates, *self.prompt))
+        sets, problem = self.sets, self.sets.problem
         head = {
             "version": version("sglang-topp"),
             "token_id": self.token_id,
             "inputs": dict(self.inputs),
-            "problem": self.entry.problem,
-            "status": int(self.entry.status),
-            "weight_version": self.entry.weight_version,
-            "lengths": positions.lengths,
+            "problem": problem and [problem.text, int(problem.status)],
+            "weight_version": sets.spans[0][0] if sets.spans else "",
+            "prompt_version": sets.prompt_version,
+            "sizes": [sets.generated.sizes.tolist(), sets.prompt.sizes.tolist()],
         }
-        parts = (
-            json.dumps(head).encode(),
-            _LINE_END,
-            _little_endian(positions.token_ids),
-            _little_endian(positions.logprobs),
-        )
-        return b"".join(parts)
+        arrays = [sets.generated.ids, sets.prompt.ids, sets.generated.logprobs, sets.prompt.logprobs]
+        return b"".join([json.dumps(head).encode(), _LINE_END, *map(_swapped, arrays)])
 
     @classmethod
     def from_bytes(cls, body: bytes) -> FirstToken:
@@ -76,7 +65,8 @@ class FirstToken:
         line, _, arrays = body.partition(_LINE_END)
         try:
             head: dict[str, Any] = json.loads(line)
-            theirs, lengths = head["version"], np.array(head["lengths"], np.int64)
+            theirs, sizes = head["version"], head["sizes"]
+            counts = [sum(max(size, 0) for size in each) for each in sizes]
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(_FIELD, f"got {body[:60]!r}, expected a line of JSON") from error
         if theirs != version("sglang-topp"):
@@ -84,24 +74,24 @@ class FirstToken:
             raise WireError(
                 _FIELD, f"the prefill server has sglang-topp {theirs}, this one {ours}; expected the same"
             )
-        total = int(lengths.clip(min=0).sum())
+        total = sum(counts)
         if len(arrays) != 8 * total:
             raise WireError(_FIELD, f"got {len(arrays)} bytes of arrays, expected {8 * total}")
-        ids = np.frombuffer(arrays, "<i4", total).astype(np.int32, copy=False)
-        logprobs = np.frombuffer(arrays, "<f4", total, 4 * total).astype(np.float32, copy=False)
-        ends = lengths.clip(min=0).cumsum()
-        packed = [
-            (ids[end - length : end].tobytes(), logprobs[end - length : end].tobytes())
-            if length >= 0
-            else None
-            for length, end in zip(lengths.tolist(), ends.tolist(), strict=True)
-        ]
-        entry = Entry(packed[0], head["problem"], head["status"], head["weight_version"])
-        return cls(head["token_id"], head["inputs"], entry, tuple(packed[1:]))
+        ids, logprobs, at = _swapped(arrays[: 4 * total]), _swapped(arrays[4 * total :]), 4 * counts[0]
+        sets = SetBuffer()
+        if head["problem"]:
+            sets.fail(Problem(*head["problem"]))
+        else:
+            sets.generated = PackedSets(ids[:at], logprobs[:at], sizes[0])
+            sets.spans = [(head["weight_version"], 1)]
+            sets.prompt = PackedSets(ids[at:], logprobs[at:], sizes[1])
+            sets.prompt_version = head["prompt_version"]
+        return cls(head["token_id"], head["inputs"], sets)
 
 
-def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+def _swapped(values: bytes | bytearray) -> bytes:
+    """Convert between this machine's byte order and little-endian."""
+    return bytes(values) if sys.byteorder == "little" else np.frombuffer(values, "<i4").byteswap().tobytes()
 
 
 def first_token_inputs(obj: Any) -> dict[str, str]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
 from sglang_topp_patches.hooks import after
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import Entry, PackedSet
+from sglang_topp_patches.set_buffer import SetBuffer
 
 __all__ = ["PATH", "PrefillServer"]
 
@@ -55,7 +54,7 @@ class PrefillServer:
         server_args: Any,
         obj: Any,
         token_id: int | None,
-        first_entry: Callable[[], tuple[Entry, tuple[PackedSet | None, ...]]],
+        sets: SetBuffer,
     ) -> None:
         """Keep a finished request's sets for its decode server, if this is a prefill server.
 
@@ -63,8 +62,7 @@ class PrefillServer:
             server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
-            first_entry: a function that returns a pair: the first token's `Entry`, and the sets of the prompt
-                positions. The `Entry` holds the token's set, or the reason why the set is missing.
+            sets: what the request has, or the problem why it has none.
         """
         if server_args.disaggregation_mode != "prefill" or obj.bootstrap_room is None or token_id is None:
             return
@@ -73,13 +71,13 @@ class PrefillServer:
         stale = [room for room, (_, until) in self._kept.items() if until < now]
         for room in (*stale, obj.bootstrap_room):
             self._drop(room)
-        first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
+        first = FirstToken(token_id, first_token_inputs(obj), sets.first_position())
         self._kept[obj.bootstrap_room] = first, now + _KEPT_S
-        self._in_flight.total += first.num_candidates
+        self._in_flight.total += first.sets.num_held
 
     def _drop(self, room: int) -> None:
         if (kept := self._kept.pop(room, None)) is not None:
-            self._in_flight.total -= kept[0].num_candidates
+            self._in_flight.total -= kept[0].sets.num_held
 
     @after("sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes")
     def add_routes(self, result: None, bootstrap_server: Any) -> None:

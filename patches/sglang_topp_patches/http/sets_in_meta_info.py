@@ -3,10 +3,10 @@
 SGLang's `TokenizerManager._handle_batch_output` reads each message from the scheduler, and adds the new
 tokens to the answers. Three hooks add the sets of these tokens, in this order:
 
-1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
-   set. The hook runs before `_handle_batch_output`.
-2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, which keeps
-   the sets until they are sent. The hook also records which token positions the next chunk of the answer
+1. `receive_sets` removes each request's new sets, a `SetBuffer`, from the scheduler's message. The hook runs
+   before `_handle_batch_output`.
+2. `write_meta_info` adds the new sets to the request's `ResponseAccumulator`, which keeps them until they are
+   sent. The hook also records which token positions the next chunk of the answer
    contains. The hook runs inside `_handle_batch_output`, and also when SGLang aborts a queued request.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk. An
    answer that is not streamed is one chunk.
@@ -41,24 +41,20 @@ from sglang_topp_patches.scheduler_messages import (
     BASE64,
     DISTRIBUTION,
     KEY,
-    NO_SET,
     NUCLEUS,
-    PROMPT_KEY,
     SAMPLER,
     SETS,
     SOURCE,
-    Entry,
-    Positions,
     asking_field,
     from_sampler,
-    join,
 )
+from sglang_topp_patches.set_buffer import Positions, Problem
 
 __all__ = [
     "CALLED",
     "answer_with_status",
     "merge_chunks",
-    "receive_entries",
+    "receive_sets",
     "write_last_chunk",
     "write_meta_info",
     "write_sets",
@@ -88,19 +84,20 @@ _PER_TOKEN = (
 
 
 @before("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output")
-def receive_entries(self: Any, recv_obj: Any) -> None:
+def receive_sets(self: Any, recv_obj: Any) -> None:
     """Take sets out of a scheduler's message.
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
-    nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
     info = internals().take_customized_info(recv_obj)
-    entries, prompt_rows = info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing)
-    if entries is not nothing or prompt_rows is not nothing:
+    parts = info.pop(KEY, None)
+    if parts is not None:
         recv_obj.customized_info = info or None
-    ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The event loop handles one scheduler message at a time, so `_ARRIVED` holds only that message's entries.
-    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
+    tokens = getattr(recv_obj, "output_ids", None) or [()] * len(recv_obj.rids)
+    # A request without a buffer has an empty list, or None for each of its tokens.
+    sent = [each[0] if each else None for each in parts or [()] * len(recv_obj.rids)]
+    # The event loop handles one scheduler message at a time, so `_ARRIVED` holds only what that one brought.
+    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, zip(tokens, sent, strict=True), strict=True)))
 
 
 @after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info", state=HttpProcess)
@@ -135,7 +132,7 @@ def write_meta_info(
         return
 
     accumulator = _accumulator(state)
-    accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), None)))
     if accumulator.lacks_first and accumulator.question is None and accumulator.first_token_id is not None:
         asking = fetch_prefill_sets.fetch_first_token(self.server_args, state, accumulator.first_token_id)
         accumulator.question = asyncio.create_task(asking)
@@ -151,9 +148,10 @@ def write_meta_info(
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
-        first_entry = partial(accumulator.first_entry, problem)
-        token_id = accumulator.first_token_id
-        process.prefill_server.keep(self.server_args, state.obj, token_id, first_entry)
+        sets, token_id = accumulator.sets, accumulator.first_token_id
+        if problem:
+            sets.fail(Problem(problem))
+        process.prefill_server.keep(self.server_args, state.obj, token_id, sets)
     if problem:
         if finished:
             _fail(meta_info, f"{field}: {problem}", accumulator)
@@ -289,13 +287,14 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
         for name in _PER_TOKEN:
             if isinstance(meta_info.get(name), list):
                 meta_info[name] = meta_info[name][: max(stop, 1)]
-    positions = join(islice(accumulator.generated, start, stop))
+    first = accumulator.sets.first
+    positions = accumulator.sets.generated.positions(start - first, stop - first)
     if getattr(obj, NUCLEUS, False):
         slime_fields.write_nuclei(meta_info, positions)
     else:
         _write_our_fields(self, meta_info, state, accumulator, stop, positions)
     if is_incremental:
-        accumulator.forget(start, stop)
+        accumulator.forget(stop)
 
 
 def _write_our_fields(
@@ -310,11 +309,12 @@ def _write_our_fields(
     at_end = getattr(obj, AT_END, False)
     target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
     target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
-    if (stop or accumulator.prompt) and not refused(Feature.WEIGHT_VERSIONS):
-        target.update(accumulator.weight_spans.meta_info(stop))
+    sets, num_prompt = accumulator.sets, len(accumulator.sets.prompt)
+    if (stop or num_prompt) and not refused(Feature.WEIGHT_VERSIONS):
+        target.update(sets.weight_versions(stop))
     sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
-    if accumulator.prompt:
-        sides.append(("input", join(None if row == NO_SET else row for row in accumulator.prompt)))
+    if num_prompt:
+        sides.append(("input", sets.prompt.positions(0, num_prompt)))
     for side, positions in sides:
         if getattr(obj, BASE64, False):
             fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
@@ -405,7 +405,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 
 
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
-    reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
+    reason, problem = meta_info.get("finish_reason") or {}, accumulator.sets.problem
+    refusal = problem if problem is not None and problem.is_refusal else None
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The missing set is not the reason why the request was aborted, so report SGLang's reason.
         # If `reason` has no status, SGLang answers with 200, although sets are missing. So also report
@@ -422,7 +423,7 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     }
 
 
-def _error_type(refusal: Entry | None) -> str:
+def _error_type(refusal: Problem | None) -> str:
     if refusal is None:
         return "InternalServerError"
     return "ServiceUnavailable" if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else "BudgetExceeded"

@@ -27,9 +27,16 @@ from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.gpu_staging import StagedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights, weights_of
-from sglang_topp_patches.scheduler.request_budget import charge, end_without_set, is_refused, refuse
+from sglang_topp_patches.scheduler.request_budget import (
+    buffer_of,
+    charge,
+    end_without_set,
+    is_refused,
+    refuse,
+)
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, NO_SET, PROMPT_KEY, Entry, PackedSet
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
@@ -310,14 +317,12 @@ def forget_rows(result: None, self: Any) -> None:
     prompt consists of embeddings, SGLang generates the output again from the start after a retraction, but
     keeps the log-probs of the first attempt.
     """
-    if not self.customized_info or is_refused(self):
+    buffer: SetBuffer | None = (self.customized_info or {}).get(KEY)
+    if buffer is None or buffer.problem is not None:
         return
-    if not self.customized_info.get(KEY):
-        rows = list(self.customized_info.pop(PROMPT_KEY, ()))[1:]
-        # Before SGLang 0.5.15, a request that asks for no sets has empty lists in its `customized_info` if
-        # another request of its batch asks for sets.
-        if rows:
-            charge(self, -_num_candidates(rows), -len(rows))
+    if not buffer.end:
+        rows = buffer.prompt.take(len(buffer.prompt))
+        charge(self, -rows.num_candidates, -len(rows))
     elif self.input_embeds is not None:
         refuse(
             self,
@@ -361,12 +366,9 @@ class PromptSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `customized_info`."""
-        packed: list[PackedSet | Entry] = []
+        packed: list[PackedSet | str] = []
         for chunk in (each.on_host() for each in self.chunks):
-            packed += [
-                Entry(None, chunk.problems[row]) if row in chunk.problems else each
-                for row, each in enumerate(chunk.packed_sets())
-            ]
+            packed += [chunk.problems.get(row) or each for row, each in enumerate(chunk.packed_sets())]
         start = 0
         for row, (req, request_id, p, count) in enumerate(
             zip(batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False)
@@ -381,10 +383,10 @@ class PromptSets:
                 status, reason = self.refused[row]
                 refuse(req, reason, status)
                 continue
-            info = req.customized_info = req.customized_info or {}
+            buffer = buffer_of(req)
             # If a request has an output token's set, earlier passes already added all sets of the request's
             # prompt. SGLang scored the prompt again because of a retraction, so drop the new sets.
-            if info.get(KEY):
+            if buffer.end:
                 continue
             # A trainer can push weights during a prefill, even before SGLang scores the first position. The
             # scored positions then attend to KV that the old weights computed, so refuse the request.
@@ -397,18 +399,19 @@ class PromptSets:
                     HTTPStatus.SERVICE_UNAVAILABLE,
                 )
                 continue
-            there = info.setdefault(PROMPT_KEY, internals().prompt_rows())
-            first = req.logprob_start_len + max(0, len(there) - 1)  # the position of the first new row
-            own = [
-                each if _scores_token(req, position) else NO_SET for position, each in enumerate(own, first)
-            ]
-            if not there:
-                there.append(Entry(None, weight_version=self.weights.version))
-            there.extend(own)
-            if any(isinstance(each, Entry) for each in own):
-                end_without_set(req)
-                continue
-            charge(req, _num_candidates(own), len(own))
+            buffer.prompt_version = self.weights.version
+            position, candidates = req.logprob_start_len + len(buffer.prompt), 0
+            for each in own:
+                one = each if _scores_token(req, position) else None
+                if isinstance(one, str):
+                    index = position - req.logprob_start_len + 1
+                    end_without_set(req, f"no candidate set at prompt position {index}: {one}")
+                    break
+                buffer.prompt.append(one)
+                candidates += len(one[0]) // 4 if one else 0
+                position += 1
+            else:
+                charge(req, candidates, len(own))
 
 
 def _scores_token(req: Any, position: int) -> bool:
@@ -419,10 +422,6 @@ def _scores_token(req: Any, position: int) -> bool:
     """
     ids, scored = req.origin_input_ids, position + 1
     return scored >= len(ids) or (req.input_embeds is None and 0 <= ids[scored] < req.vocab_size)
-
-
-def _num_candidates(packed: Sequence[PackedSet | Entry]) -> int:
-    return sum(len(each[0]) // 4 for each in packed if not isinstance(each, Entry))
 
 
 def _no_sets(count: int, device: torch.device) -> ExtractedSets:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 from sglang_topp.malloc_trim import HeapTrimmer
 from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from sglang_topp_patches.scheduler_messages import KEY
 
 __all__ = ["SchedulerProcess", "StagingCounts"]
 
@@ -63,14 +63,5 @@ class SchedulerProcess:
     @property
     def candidates_in_flight(self) -> int:
         """The number of candidates that this scheduler holds, because it has not sent them yet."""
-        return sum(map(_num_unsent, self.requests))
-
-
-def _num_unsent(req: Any) -> int:
-    info = req.customized_info or {}
-    packed = [row for row in info.get(PROMPT_KEY, ()) if isinstance(row, tuple)]
-    for entry in reversed(info.get(KEY, ())):
-        if entry is None:  # this one and all before it were sent
-            break
-        packed.append(entry.candidates or (b"", b""))
-    return sum(len(ids) // 4 for ids, _ in packed)
+        buffers = [(req.customized_info or {}).get(KEY) for req in self.requests]
+        return sum(buffer.num_held for buffer in buffers if buffer is not None)

@@ -12,17 +12,24 @@ import weakref
 from http import HTTPStatus
 from typing import Any
 
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import before
 from sglang_topp_patches.memory.budget import budget, per_sample_refusal
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, custom_params
+from sglang_topp_patches.scheduler_messages import KEY, custom_params
+from sglang_topp_patches.set_buffer import Problem, SetBuffer
 
-__all__ = ["admit", "charge", "end_without_set", "forget_aborted", "is_refused", "num_candidates", "refuse"]
+__all__ = ["admit", "buffer_of", "charge", "end_without_set", "forget_aborted", "is_refused", "refuse"]
 
-_CANDIDATES = "sglang_topp_candidates"
-_POSITIONS = "sglang_topp_positions"
-_REFUSED = "sglang_topp_refused"
+
+def buffer_of(req: Any) -> SetBuffer:
+    """Return the request's `SetBuffer`, and begin one if it has none."""
+    info = req.customized_info
+    if info is None:
+        info = req.customized_info = {}
+    buffer: SetBuffer | None = info.get(KEY)
+    if buffer is None:
+        buffer = info[KEY] = SetBuffer()
+    return buffer
 
 
 def admit(req: Any, process: SchedulerProcess) -> None:
@@ -60,22 +67,18 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         positions: the number of token positions of the new sets. If the request drops sets, pass the number
             of dropped positions as a negative number.
     """
-    total, at = num_candidates(req) + candidates, getattr(req, _POSITIONS, 0) + positions
-    setattr(req, _CANDIDATES, total)
-    setattr(req, _POSITIONS, at)
+    buffer = buffer_of(req)
+    buffer.num_candidates += candidates
+    buffer.num_positions += positions
     cost = custom_params(req).get(KEY, 1)
-    if problem := per_sample_refusal(budget(), total * cost, at):
+    if problem := per_sample_refusal(budget(), buffer.num_candidates * cost, buffer.num_positions):
         refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-
-
-def num_candidates(req: Any) -> int:
-    """Return how many candidates a request has had so far, at all of its positions."""
-    return getattr(req, _CANDIDATES, 0)
 
 
 def is_refused(req: Any) -> bool:
     """Return whether a request is about to end with an error, and therefore gets no more sets."""
-    return getattr(req, _REFUSED, False)
+    buffer: SetBuffer | None = req.customized_info.get(KEY) if req.customized_info else None
+    return buffer is not None and buffer.problem is not None
 
 
 def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
@@ -86,28 +89,14 @@ def refuse(req: Any, reason: str, status: HTTPStatus) -> None:
     Args:
         req: SGLang's `Req`.
         reason: the error's message, a sentence.
-        status: the error's HTTP status. The status must not be 500, because the HTTP process does not treat
-            an `Entry` (the message for one token) with status 500 as a refusal.
+        status: the error's HTTP status, other than 500, which stands for a missing set.
     """
-    refusal = Entry(None, reason, status)
-    end_without_set(req)
-    info = req.customized_info = req.customized_info or {}
-    # SGLang sends only the elements of `info[KEY]` from index `send_token_offset` on. So add an element for
-    # the next token to `info[KEY]`. If SGLang has not sent the list `info[PROMPT_KEY]` yet, SGLang sends this
-    # list with the next token.
-    info[KEY] = [refusal] * (max(len(info.get(KEY, ())), req.send_token_offset) + 1)
-    rows = internals().prompt_rows()
-    rows += [refusal] * max(1, len(info.get(PROMPT_KEY, ())))
-    info[PROMPT_KEY] = rows
-
-
-def end_without_set(req: Any) -> None:
-    """Extract no more sets for a request, and make SGLang send the request's next token at once.
-
-    This next token has no set. When the HTTP process receives a token without a set, the HTTP process ends
-    the request with an error.
-    """
-    setattr(req, _REFUSED, True)
+    buffer_of(req).fail(Problem(reason, status))
     # SGLang sends the tokens of a request without `stream` only in groups of 50, so turn `stream` on.
     req.stream = True
     req.sampling_params.stream_interval = 1
+
+
+def end_without_set(req: Any, reason: str) -> None:
+    """End a request like `refuse`, because one of its sets is missing."""
+    refuse(req, reason, HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -13,6 +13,7 @@ requests that ask for sets then end with an error.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
@@ -54,7 +55,11 @@ class RequestedRows:
 
     def asks(self, row: int) -> bool:
         """Return whether the request at index `row` of the batch asks for sets."""
-        return row < len(self.thresholds) and (self.thresholds[row] > 0 or row in self.drawn)
+        return row in self._asking
+
+    @cached_property
+    def _asking(self) -> frozenset[int]:
+        return frozenset([*self.drawn, *(row for row, p in enumerate(self.thresholds) if p)])
 
 
 @dataclass

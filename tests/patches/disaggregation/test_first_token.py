@@ -11,7 +11,8 @@ import pytest
 
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
-from sglang_topp_patches.scheduler_messages import KEY, Entry, PackedSet, pack_set
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
 
 ASKED = {"top_logprobs_p": "0.9", "prompt": "abc"}
 
@@ -30,28 +31,42 @@ def of_size(size: int) -> PackedSet:
     return pack_set(np.arange(size, dtype=np.int32), np.linspace(-1, -9, size, dtype=np.float32))
 
 
-def first(token_id: int = 1, size: int = 10) -> FirstToken:
-    return FirstToken(token_id, ASKED, Entry(of_size(size), weight_version="7"))
+def sets(
+    generated: PackedSet | None = None,
+    prompt: tuple[PackedSet | None, ...] = (),
+    problem: Problem | None = None,
+) -> SetBuffer:
+    buffer = SetBuffer()
+    if generated is not None:
+        buffer.append(generated, "7")
+    for row in prompt:
+        buffer.prompt.append(row)
+        buffer.prompt_version = "6"
+    buffer.problem = problem
+    return buffer
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        FirstToken(
-            5, ASKED, Entry(of_size(3), weight_version="7"), (None, of_size(2), of_size(0), of_size(4))
-        ),
-        FirstToken(5, ASKED, Entry(of_size(151_936))),
-        FirstToken(5, ASKED, Entry(None, "it broke")),
-        FirstToken(5, ASKED, Entry(None, "too much", 413)),
+        sets(of_size(3), (None, of_size(2), None, of_size(4))),
+        sets(of_size(151_936)),
+        sets(problem=Problem("it broke")),
+        sets(problem=Problem("too much", 413)),
     ],
     ids=["prompt", "vocabulary", "problem", "refusal"],
 )
-def test_what_is_read_is_what_was_written(value: FirstToken) -> None:
-    assert FirstToken.from_bytes(value.to_bytes()) == value
+def test_what_is_read_is_what_was_written(value: SetBuffer) -> None:
+    read = FirstToken.from_bytes(FirstToken(5, ASKED, value).to_bytes())
+    assert (read.token_id, read.inputs, read.sets.problem) == (5, ASKED, value.problem)
+    assert read.sets.generated.sets() == value.generated.sets()
+    assert read.sets.prompt.sets() == value.prompt.sets()
+    if value.problem is None:
+        assert (read.sets.spans, read.sets.prompt_version) == (value.spans, value.prompt_version)
 
 
 def test_what_is_not_whole_is_an_error() -> None:
-    body = first().to_bytes()
+    body = FirstToken(1, ASKED, sets(of_size(10))).to_bytes()
     line, _, arrays = body.partition(b"\n")
     other = json.dumps({**json.loads(line), "version": "0.0.1"}).encode()
     for broken, words in [

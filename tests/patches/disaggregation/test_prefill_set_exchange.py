@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,8 @@ from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillS
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import KEY, Entry, pack_set
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without
 
@@ -41,12 +41,22 @@ OBJ = SimpleNamespace(
     sampling_params={"temperature": 0.7, "max_new_tokens": 8},
 )
 INPUTS = first_token_inputs(OBJ)
-FIRST = FirstToken(
-    TOKEN,
-    INPUTS,
-    Entry(pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32)), weight_version="7"),
-    (None, pack_set(np.array([4], np.int32), np.array([-1], np.float32))),
-)
+SET = pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32))
+OTHER = pack_set(np.array([4], np.int32), np.array([-1], np.float32))
+
+
+def sets_of(*generated: PackedSet | None, problem: Problem | None = None) -> SetBuffer:
+    buffer = SetBuffer()
+    for each in generated:
+        buffer.append(each, "7" if each else "")
+    if problem is None:
+        buffer.prompt.append(None)
+        buffer.prompt.append(OTHER)
+    buffer.problem = problem
+    return buffer
+
+
+FIRST = FirstToken(TOKEN, INPUTS, sets_of(SET))
 DECODE, PREFILL = (
     SimpleNamespace(disaggregation_mode=mode, disaggregation_bootstrap_port=0)
     for mode in ("decode", "prefill")
@@ -103,9 +113,9 @@ def state(port: int, logprob: float = float(LOGPROB)) -> SimpleNamespace:
 async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulator:
     """Return a request's state on a decode server: two tokens, of which it drew the second."""
     received = ResponseAccumulator(1)
-    received.add(
-        [token_id, 5], [Entry(None, handed_over=True), Entry(FIRST.prompt[1], weight_version="7")], []
-    )
+    part = sets_of(None, OTHER)
+    part.prompt.take(2)  # the prefill server has the prompt's sets, too
+    received.add([token_id, 5], part)
     assert received.lacks_first
     received.add_first_token(await fetch_prefill_sets.fetch_first_token(DECODE, of, token_id))
     assert not received.lacks_first
@@ -115,7 +125,7 @@ async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulat
 def keep(prefill: PrefillServer, first: FirstToken = FIRST, room: int | None = ROOM) -> None:
     """End a request on the prefill server."""
     obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
-    prefill.keep(PREFILL, obj, first.token_id, lambda: (first.entry, first.prompt))
+    prefill.keep(PREFILL, obj, first.token_id, first.sets)
     if room in prefill._kept:
         prefill._kept[room] = first, prefill._kept[room][1]
 
@@ -130,9 +140,9 @@ async def test_the_answer_joins_what_was_drawn_here(prefill: PrefillServer, port
     keep(prefill)
     received = await asked(state(port))
     assert received.check(None) == ""
-    assert received.generated == [FIRST.entry.candidates, FIRST.prompt[1]]
-    assert received.prompt == list(FIRST.prompt)
-    assert received.weight_spans.meta_info(2)["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert received.sets.generated.sets() == [SET, OTHER]
+    assert received.sets.prompt.sets() == [None, OTHER]
+    assert received.sets.weight_versions(2)["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
     await until_empty(prefill)
     assert prefill._in_flight.total == 0
 
@@ -143,7 +153,8 @@ async def test_an_answer_that_does_not_arrive_is_given_again(prefill: PrefillSer
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         path = PATH.format(room=ROOM)
         for _ in range(2):
-            assert FirstToken.from_bytes((await http.get(path)).content) == FIRST
+            first = FirstToken.from_bytes((await http.get(path)).content)
+            assert (first.token_id, first.sets.generated.sets()) == (TOKEN, [SET])
         for _ in range(2):
             assert (await http.delete(path)).status_code == 204
         await until_empty(prefill)
@@ -193,14 +204,14 @@ async def test_a_server_without_the_sets_says_so_at_once(
     [
         (FIRST, 4, float(LOGPROB), "the set of token 3, and the answer begins with token 4"),
         (FIRST, TOKEN, -0.26, "of log-prob -0.26"),
-        (FirstToken(9, INPUTS, FIRST.entry), TOKEN, float(LOGPROB), "the set of token 9"),
+        (FirstToken(9, INPUTS, FIRST.sets), TOKEN, float(LOGPROB), "the set of token 9"),
         (
             replace(FIRST, inputs={**INPUTS, "top_logprobs_p": "0.5", "prompt": "x"}),
             TOKEN,
             float(LOGPROB),
             "asked with other prompt, top_logprobs_p; both",
         ),
-        (FirstToken(TOKEN, INPUTS, Entry(None, "it broke")), TOKEN, float(LOGPROB), "it broke"),
+        (FirstToken(TOKEN, INPUTS, sets_of(problem=Problem("it broke"))), TOKEN, float(LOGPROB), "it broke"),
     ],
     ids=["token", "log-prob", "another drawn", "another rule", "problem"],
 )
@@ -214,7 +225,7 @@ async def test_a_set_of_another_token_is_an_error(
 
 
 async def test_a_refusal_keeps_its_status(prefill: PrefillServer, port: int) -> None:
-    keep(prefill, FirstToken(TOKEN, INPUTS, Entry(None, "too much", 413)))
+    keep(prefill, FirstToken(TOKEN, INPUTS, sets_of(problem=Problem("too much", 413))))
     received = await asked(state(port))
     assert (received.check(None), received.status) == ("too much", 413)
 
@@ -240,23 +251,20 @@ def test_questions_that_make_no_sense_are_refused(port: int) -> None:
 
 
 async def test_only_a_prefill_server_keeps(prefill: PrefillServer) -> None:
-    received = ResponseAccumulator(1)
-    received.add([TOKEN], [FIRST.entry], [pack_set(*(np.zeros(1, t) for t in (np.int32, np.float32)))] * 2)
+    """It keeps a room's last sets, and a copy, because the answer's own are freed."""
     obj = state(0).obj
-    for mode, problem, expected in [
-        ("decode", "", None),
-        ("null", "", None),
-        ("prefill", "", FirstToken(TOKEN, INPUTS, FIRST.entry, tuple(received.prompt))),
-        ("prefill", "it broke", FirstToken(TOKEN, INPUTS, Entry(None, "it broke"))),
-    ]:
-        args = SimpleNamespace(disaggregation_mode=mode)
-        prefill.keep(args, obj, received.first_token_id, partial(received.first_entry, problem))
-        assert (expected is None and len(prefill) == 0) or prefill._kept[ROOM][0] == expected
-    assert len(prefill) == 1  # a room's last sets
-    assert prefill._in_flight.total == 0
+    for mode in ("decode", "null", "prefill", "prefill"):
+        sets = sets_of(SET)
+        prefill.keep(SimpleNamespace(disaggregation_mode=mode), obj, TOKEN, sets)
+        sets.generated.take(1)
+        assert len(prefill) == (mode == "prefill")
+    first, _ = prefill._kept[ROOM]
+    assert (first.token_id, first.inputs) == (TOKEN, INPUTS)
+    assert (first.sets.generated.sets(), first.sets.prompt.sets()) == ([SET], [None, OTHER])
+    assert prefill._in_flight.total == 3
     for room, token_id in ((ROOM + 1, None), (None, TOKEN)):
         obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
-        prefill.keep(PREFILL, obj, token_id, partial(received.first_entry, ""))
+        prefill.keep(PREFILL, obj, token_id, sets_of(SET))
     assert len(prefill) == 1
 
 
@@ -269,7 +277,7 @@ async def test_what_nobody_asks_for_goes_and_leaves_nothing(
         keep(prefill, room=room)
         await asyncio.sleep(0.001)
     assert list(prefill._kept) == [4]
-    assert prefill._in_flight.total == FIRST.num_candidates
+    assert prefill._in_flight.total == FIRST.sets.num_held
     assert (threading.active_count(), len(asyncio.all_tasks())) == (threads, tasks)
 
 
@@ -282,19 +290,20 @@ def test_the_scheduler_says_where_the_first_set_is() -> None:
     def noted(req: SimpleNamespace, is_rebootstrap: bool = False) -> Any:
         decode_req = SimpleNamespace(req=req, is_rebootstrap=is_rebootstrap)
         fetch_prefill_sets.note_first_token(None, None, decode_req)
-        return (req.customized_info or {}).get(KEY)
+        buffer = (req.customized_info or {}).get(KEY)
+        return None if buffer is None else buffer.generated.sets()
 
-    assert noted(request()) == [Entry(None, handed_over=True)]
+    assert noted(request()) == [None]
     assert noted(request(sampling_params=SimpleNamespace(custom_params=None))) is None
     assert noted(request(return_logprob=False)) is None
     # The request was aborted before its first token.
     assert not noted(request(output_ids=[]))
     # The request was retracted, and returns with its last token.
-    entries = [None, Entry(FIRST.entry.candidates)]
-    back = request(output_ids=[3, 5], customized_info={KEY: list(entries)})
-    assert noted(back, is_rebootstrap=True) == entries
-    (entry,) = noted(request(), is_rebootstrap=True)
-    assert "without log-probs" in entry.problem
-    refused = request(sglang_topp_refused=True)
+    back = request(output_ids=[3, 5], customized_info={KEY: sets_of(None, SET)})
+    assert noted(back, is_rebootstrap=True) == [None, SET]
+    again = request()
+    assert noted(again, is_rebootstrap=True) == []
+    assert "without log-probs" in again.customized_info[KEY].problem.text
+    refused = request(customized_info={KEY: sets_of(problem=Problem("why", 413))})
     assert is_refused(refused)
-    assert noted(refused) is None
+    assert noted(refused) == []

@@ -36,7 +36,7 @@ from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from sglang_topp_patches.scheduler_messages import KEY
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
 
@@ -161,6 +161,9 @@ def request(rid: str) -> Any:
         rid=rid,
         customized_info=None,
         is_retracted=False,
+        input_embeds=None,
+        origin_input_ids=[],
+        logprob_start_len=0,
         sampling_params=SimpleNamespace(),
         sglang_topp_weights=Weights(0, "7"),
     )
@@ -204,13 +207,12 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         weights_there.zero_()
         requests = [request(rid) for rid in "abcd"]
         output.consume(SimpleNamespace(reqs=requests), [committed(token) for token in sampled.tolist()])
-    entries = [req.customized_info and req.customized_info[KEY][0] for req in requests]
-    assert entries[3] is None
-    assert not any(entry.problem for entry in entries[:3])
-    assert [entries[0].candidates] == by_the_cpu(logprobs[0], 0.9, 3)
+    assert requests[3].customized_info is None
+    found = [req.customized_info[KEY].generated.sets()[0] for req in requests[:3]]
+    assert [found[0]] == by_the_cpu(logprobs[0], 0.9, 3)
     ids, values, _ = reference.support_candidates(logprobs[1:2], weights[1:2], sampled_ids=[1])
-    assert entries[1].candidates == (ids.numpy().tobytes(), values.numpy().tobytes())
-    assert len(entries[2].candidates[0]) == 4
+    assert found[1] == (ids.numpy().tobytes(), values.numpy().tobytes())
+    assert len(found[2][0]) == 4
     assert process.staging.rows_staged == 3
     assert (process.staging.rows_taken_again > 0) == (gpu_staging.budget().staged_candidates_per_row == 1)
 
@@ -219,7 +221,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("is_greedy", [False, True], ids=["sampled", "greedy"])
 def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_greedy: bool) -> None:
-    """Five requests, from SGLang's verification to their entries.
+    """Five requests, from SGLang's verification to their sets.
 
     Only the device knows how many tokens each request accepted. One request does not ask.
     """
@@ -279,18 +281,18 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
         if not each:
             assert req.customized_info is None
             continue
-        found = req.customized_info[KEY]
-        assert [entry.problem for entry in found] == [""] * lens[row]
-        for entry, at in zip(found, range(row * width, row * width + lens[row]), strict=True):
+        found = req.customized_info[KEY].generated.sets()
+        assert len(found) == lens[row]
+        for (token_ids, _), at in zip(found, range(row * width, row * width + lens[row]), strict=True):
             token = int(tokens[at])
             if p := each.get("top_logprobs_p"):
                 expected = by_the_cpu(torch.log_softmax(logprobs[at], -1), p, token)
-                assert np.frombuffer(entry.candidates[0], np.int32).tolist() == (
+                assert np.frombuffer(token_ids, np.int32).tolist() == (
                     np.frombuffer(expected[0][0], np.int32).tolist()
                 )
             else:
                 support = {token} if is_greedy else set(probs[at].nonzero().flatten().tolist())
-                assert set(np.frombuffer(entry.candidates[0], np.int32).tolist()) == support
+                assert set(np.frombuffer(token_ids, np.int32).tolist()) == support
 
 
 def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
@@ -351,7 +353,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [packed_set for req in requests for packed_set in list(req.customized_info[PROMPT_KEY])[1:]]
+    found = [packed_set for req in requests for packed_set in req.customized_info[KEY].prompt.sets()]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)

@@ -15,13 +15,14 @@ from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import (
     admit,
+    buffer_of,
     charge,
     end_without_set,
     forget_aborted,
     is_refused,
-    num_candidates,
 )
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, PackedSet
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet, Problem
 
 PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 
@@ -36,17 +37,27 @@ class Request:
     def __init__(self, custom_params: dict[str, Any] | None = None) -> None:
         self.sampling_params = self
         self.custom_params = custom_params
-        self.customized_info: dict[str, list[Any]] = {KEY: ["a", "b"], PROMPT_KEY: ["c"], "other": ["d"]}
+        self.customized_info: dict[str, Any] | None = {"other": ["d"]}
         self.finished_output = False
         self.stream = False
         self.send_token_offset = 0
 
-    def word(self) -> Entry:
+    def hold(self, generated: list[int], prompt: list[int] = []) -> None:  # noqa: B006
+        """Append sets of these sizes."""
+        for size in generated:
+            buffer_of(self).append(packed(size), "7")
+        for size in prompt:
+            buffer_of(self).prompt.append(packed(size))
+
+    def word(self) -> Problem:
         """Return what the HTTP process receives, which then ends the request on all ranks."""
-        words = {entry for key in (KEY, PROMPT_KEY) for entry in self.customized_info[key]}
         assert is_refused(self)
-        assert len(words) == 1
-        return words.pop()
+        problem = buffer_of(self).problem
+        assert problem is not None
+        assert buffer_of(self).num_held == 0
+        (sent,) = pickle.loads(pickle.dumps(buffer_of(self)[0:1]))
+        assert sent.problem == problem
+        return problem
 
 
 @pytest.fixture
@@ -63,16 +74,13 @@ def test_a_sample_ends_beyond_its_limit_and_says_what_fits(process: SchedulerPro
     assert not is_refused(req)
     charge(req, 10)
     word = req.word()
-    assert (word.candidates, word.status, word.is_refusal) == (None, 413, True)
-    assert "got 70 candidates at 7 positions, expected at most 60" in word.problem
-    assert "6 positions fit" in word.problem
-    assert PER_SAMPLE in word.problem
-    # Its sets are freed, and values of other plugins stay.
-    assert process.candidates_in_flight == 0
-    assert req.customized_info == {KEY: [word] * 3, PROMPT_KEY: [word], "other": ["d"]}
+    assert (word.status, word.is_refusal) == (413, True)
+    assert "got 70 candidates at 7 positions, expected at most 60" in word.text
+    assert "6 positions fit" in word.text
+    assert PER_SAMPLE in word.text
+    assert req.customized_info["other"] == ["d"]  # values of other plugins stay
     # The next token is sent at once, not after the usual fifty.
     assert (req.stream, req.stream_interval) == (True, 1)
-    assert pickle.loads(pickle.dumps(word)) == word
 
 
 def test_lists_count_more() -> None:
@@ -90,16 +98,11 @@ def test_what_is_not_sent_is_counted_and_nothing_else(process: SchedulerProcess)
     for req in reqs:
         req.sampling_params = Request()  # a separate object, as in SGLang
         admit(req, process)
-        req.customized_info = {
-            PROMPT_KEY: [Entry(None, weight_version="7"), packed(5)],
-            KEY: [Entry(packed(size)) for size in (10, 20)],
-        }
+        req.hold([10, 20], [2, 3])
     assert process.candidates_in_flight == 4 * 35
-    streamed.stream, streamed.send_token_offset = True, 1
-    extract_generated_sets.free_sent_entries(process, None, None, reqs, True)
+    buffer_of(streamed)[0:1]
     assert process.candidates_in_flight == 3 * 35 + 20
-    whole.send_token_offset, whole.finished_output = 2, True
-    extract_generated_sets.free_sent_entries(process, None, None, reqs, True)
+    buffer_of(whole)[0:2]
     assert process.candidates_in_flight == 2 * 35 + 20
     request_budget.refuse(refused, "why", 503)
     assert process.candidates_in_flight == 35 + 20
@@ -116,7 +119,8 @@ def test_what_is_aborted_while_it_waits_is_not_counted(
 ) -> None:
     reqs = {name: Request() for name in ("a.1", "b.1", "running")}
     for (name, req), size in zip(reqs.items(), (10, 50, 1), strict=True):
-        req.rid, req.customized_info = name, {KEY: [Entry(packed(size))]}
+        req.rid = name
+        req.hold([size])
         admit(req, process)
     scheduler = SimpleNamespace(waiting_queue=[reqs["a.1"]])
     scheduler.disagg_decode_prealloc_queue = SimpleNamespace(retracted_queue=[reqs["b.1"]])
@@ -128,13 +132,13 @@ def test_memory_goes_back_to_the_system_after_large_sets(
     process: SchedulerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(process.trimmer, "trim_soon", lambda: trims.append(num_candidates(req)))
+    monkeypatch.setattr(process.trimmer, "trim_soon", lambda: trims.append(buffer_of(req).num_candidates))
     monkeypatch.setattr(request_budget, "budget", lambda: Budget(1 << 30, 1 << 30))
     for size in (1 << 20, 1 << 21):
         admit(req := Request(), process)
         charge(req, size)
         for req.finished_output in (False, True):
-            extract_generated_sets.free_sent_entries(process, None, None, [req], True)
+            extract_generated_sets.trim_after_sending(process, None, None, [req], True)
     assert trims == [1 << 21]
 
 
@@ -156,8 +160,6 @@ def test_a_request_that_sglang_drops_is_not_left_to_the_collector(process: Sched
 
 def test_a_request_without_a_set_is_sent_at_once() -> None:
     req = Request()
-    req.customized_info[KEY].append(Entry(None, "why"))
-    end_without_set(req)
-    assert is_refused(req)
-    assert req.customized_info[KEY] == ["a", "b", Entry(None, "why")]
+    end_without_set(req, "why")
+    assert (req.word().text, req.word().is_refusal) == ("why", False)
     assert (req.stream, req.stream_interval) == (True, 1)
