@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -27,20 +26,11 @@ from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, mark_interruptible, plan_resume
 from sglang_topp_client.run import OnTimeout, RunOptions
 from sglang_topp_client.runs import Runs
-from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
+from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
-from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model
-from sglang_topp_client.weight_push.engine_control import (
-    PAUSE_MODES,
-    TRANSPORTS,
-    EngineControl,
-    PauseMode,
-    Transport,
-)
-from sglang_topp_client.weight_push.fleet_push import push_to_fleet
-from sglang_topp_client.weight_push.send_weights import weight_sender
-from sglang_topp_client.weight_push.tensors_to_push import check_model_or_tensors
+from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
+from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient", "GenerateOptions", "ScoreOptions"]
 
@@ -136,7 +126,7 @@ class AsyncRolloutClient:
         headers = {} if headers is None else headers
         self._configs = [
             ServerConfig(url, max_connections, max_message_bytes, api_key, headers, ssl)
-            for url in _server_urls("base_url", base_url)
+            for url in server_urls("base_url", base_url)
         ]
         self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
         self._engine_url = (
@@ -144,17 +134,17 @@ class AsyncRolloutClient:
         )
         self._engine_api_key = engine_api_key
         check_key("engine_api_key", engine_api_key)
-        key = api_key if engine_url is None and engine_api_key is None else engine_api_key
-        self._engines = [
-            ServerConfig(url, api_key=key, headers=headers, ssl=ssl)
-            for url in _server_urls("engine_url", base_url if engine_url is None else engine_url)
-        ]
-        addresses = [config.base_url for config in (*self._configs, *self._engines)]
+        self._weights = WeightPusher(
+            base_url if engine_url is None else engine_url,
+            api_key=api_key if engine_url is None and engine_api_key is None else engine_api_key,
+            headers=headers,
+            ssl=ssl,
+        )
+        addresses = [config.base_url for config in (*self._configs, *self._weights.configs)]
         if ssl is not None and not any(url.lower().startswith("https:") for url in addresses):
             raise InvalidInputError(
                 f"ssl: got TLS settings, but no address begins with https://: {', '.join(addresses)}"
             )
-        self._is_pushing = threading.Lock()
         self._kind, self._max_retries = kind, max_retries
         self._runs = Runs(self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries)
 
@@ -489,13 +479,17 @@ class AsyncRolloutClient:
         version: str,
         via: Transport = "disk",
         pause: PauseMode = "retract",
+        partial: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Give every engine new weights: pause, flush the KV caches, update, flush again, and continue.
 
-        Generation continues only once every engine has the new weights. After any error or a cancellation,
-        paused engines stay paused until a push succeeds. Do not push weights from several clients at once. In
-        a training job of several processes, push weights from one process only.
+        The names and shapes of the weights must be those of the checkpoint that the engines were started
+        with, because SGLang ignores other names. Generation continues only once every engine has the new
+        weights. If a push fails before an engine has loaded any, the engines that it paused continue with
+        the old ones. After a later error or a cancellation, all engines stay paused until a push succeeds.
+        Do not push weights from several clients at once. In a training job of several processes, push
+        weights from one process only.
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
@@ -509,52 +503,68 @@ class AsyncRolloutClient:
                 `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
                 request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
                 process broadcasts the values over a new torch process group, which it forms with all engines
-                for this push. The push does not use existing process groups. CUDA tensors use NCCL, and other
-                tensors use gloo. If one engine fails, the client does not know which weights the engines
-                have. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
+                experimental), and other tensors use gloo. If one engine fails, the client does not know which
+                weights the engines have. Engines with `--dp-size` or `--pp-size` above 1 accept only
+                `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
                 before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
                 requests, and each request's `on_abort` decides what follows. `"in_place"`: requests continue
                 with the KV cache of the old weights, and no cache is flushed.
+            partial: whether the weights may be a part of the model. The engines keep the rest as it is.
             timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
-                bucket of tensors.
+                bucket of tensors. Steps that may be repeated, such as the pause, are retried within it.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a URL does not belong to an engine. Nothing was sent.
-            WeightPushError: the push failed after the client had begun to send weights. The error's
-                `weight_versions` and message say which weights each engine has, as far as the client knows.
-            SglangToppError: an engine did not answer, rejected the API key, could not be paused, or failed
-                the flush before the update. No weights were sent.
+            InvalidInputError: an argument is wrong, a name or a shape does not fit the engines' model,
+                tensors are missing, or a URL does not belong to an engine. Nothing was sent.
+            WeightPushError: the push failed after the client had begun to send weights, for example because
+                an iterator yielded a tensor that does not fit. The error's `weight_versions` and message say
+                which weights each engine has, as far as the client knows.
+            SglangToppError: an engine did not answer, rejected the API key, could not be paused, failed the
+                flush before the update, or could not read the folder. No engine has loaded weights.
         """
-        if not isinstance(version, str) or not version or not version.isprintable():
-            raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
-        if not isinstance(via, str) or via not in TRANSPORTS:
-            raise InvalidInputError(f"via: got {describe(via)}, expected one of {', '.join(TRANSPORTS)}")
-        if not isinstance(pause, str) or pause not in PAUSE_MODES:
-            raise InvalidInputError(f"pause: got {describe(pause)}, expected one of {', '.join(PAUSE_MODES)}")
-        if via == "disk":
-            check_path_or_model(weights)
-        else:
-            check_model_or_tensors(weights)
-        limit_s = seconds("timeout_s", timeout_s)
-        engines = [EngineControl(config, limit_s, via) for config in self._engines]
-        if not self._is_pushing.acquire(blocking=False):
-            raise InvalidInputError("push_weights: this client is pushing already; await that push first")
-        began = f"the push of version {version!r} that began at {time.strftime('%H:%M:%S')}"
-        self._runs.pauses.update({config.base_url.rstrip("/"): began for config in self._engines})
+        since = time.strftime("%H:%M:%S")
+        self._note_pause(f"a push of version {version!r} began at {since}")
         try:
-            async with weight_sender(weights, version, via, limit_s) as send:
-                await push_to_fleet(engines, send, version=version, mode=pause)
-            self._runs.pauses.clear()
+            await self._weights.push(
+                weights, version=version, via=via, pause=pause, partial=partial, timeout_s=timeout_s
+            )
         except BaseException as error:
             cause = str(error).partition("\n")[0] or type(error).__name__
-            self._runs.pauses.update(dict.fromkeys(self._runs.pauses, f"{began} failed: {cause}"))
+            self._note_pause(f"the push of version {version!r} that began at {since} failed: {cause}")
             raise
-        finally:
-            self._is_pushing.release()
-            for engine in engines:
-                await engine.close()
+        self._runs.pauses.clear()
+
+    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
+        """Pause generation on every engine until `continue_generation` or a successful push.
+
+        Args:
+            mode: what becomes of requests in flight; see `pause` in `push_weights`.
+            timeout_s: the time limit for each engine.
+
+        Raises:
+            SglangToppError: an engine could not be paused. The other engines are paused.
+        """
+        self._note_pause(f"this client's pause() was called at {time.strftime('%H:%M:%S')}")
+        await self._weights.pause(mode, timeout_s=timeout_s)
+
+    async def continue_generation(self, *, timeout_s: float = 600.0) -> None:
+        """Continue generation on every engine.
+
+        After a `WeightPushError`, the engines may have different weights, so push again instead, unless the
+        error's `weight_versions` are the same everywhere.
+
+        Raises:
+            SglangToppError: an engine could not continue. The other engines continue.
+        """
+        await self._weights.continue_generation(timeout_s=timeout_s)
+        self._runs.pauses.clear()
+
+    def _note_pause(self, reason: str) -> None:
+        """Keep the reason why the engines may be paused, for the warnings of calls that wait for them."""
+        self._runs.pauses.update({config.base_url.rstrip("/"): reason for config in self._weights.configs})
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
@@ -671,21 +681,3 @@ def _interruptible(requests: Sequence[SampleRequest], options: GenerateOptions) 
     if on_abort == "raise" and options.get("on_timeout") == "return":
         on_abort = "return"
     return mark_interruptible(requests, on_abort)
-
-
-def _server_urls(name: str, urls: Any) -> list[str]:
-    """Check the URLs, and return them as a list with one URL per server.
-
-    Raises:
-        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
-    """
-    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
-        urls = [urls]
-    if not urls:
-        raise InvalidInputError(f"{name}: got none, expected at least one")
-    for url in urls:
-        check_url(name, url)
-    plain = [url.rstrip("/") for url in urls]
-    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
-        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
-    return list(urls)

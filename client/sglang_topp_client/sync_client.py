@@ -208,12 +208,23 @@ class RolloutClient:
         version: str,
         via: Transport = "disk",
         pause: PauseMode = "retract",
+        partial: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Give every engine new weights; see `AsyncRolloutClient.push_weights`."""
         self._thread.run(
-            self._client.push_weights(weights, version=version, via=via, pause=pause, timeout_s=timeout_s)
+            self._client.push_weights(
+                weights, version=version, via=via, pause=pause, partial=partial, timeout_s=timeout_s
+            )
         )
+
+    def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
+        """Pause generation on every engine; see `AsyncRolloutClient.pause`."""
+        self._thread.run(self._client.pause(mode, timeout_s=timeout_s))
+
+    def continue_generation(self, *, timeout_s: float = 600.0) -> None:
+        """Continue generation on every engine; see `AsyncRolloutClient.continue_generation`."""
+        self._thread.run(self._client.continue_generation(timeout_s=timeout_s))
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about itself; see `AsyncRolloutClient.server_info`."""

@@ -14,7 +14,7 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-`reference_loops.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
+`tests/batch/reference_loops.py` has slow versions of both, which define the results.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
@@ -104,15 +105,13 @@ def collate_rl(
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
 
-    The result equals that of `reference_loops.collate_rl` bit for bit.
-
     Args:
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
             argument is a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
         responses: B rows of token ids.
         rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number beyond the
             range of float32 becomes infinite.
-        loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
+        loss_masks: B rows of R_i values, each 0 or 1.
         logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i
@@ -227,7 +226,7 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result equals that of `reference_loops.collate_sft` bit for bit.
+    """Collate supervised examples.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.

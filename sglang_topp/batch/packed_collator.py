@@ -13,7 +13,7 @@ prompt, `r` marks tokens of a response and their values, and `.` marks padding a
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0  |  .  .
     scored field   .  r0 r1 r2 .  .  |  r0 .   |  .  .
 
-`reference_loops.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
+`tests/batch/reference_loops.py` has slow versions, `pack_rl` and `pack_sft`, which define the results.
 
 Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
 columns.
@@ -31,12 +31,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import RaggedRows, as_integer, field_dtype, write_row
 from sglang_topp.candidates import CandidateSets

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from sglang_topp.batch.tensors_to_numpy import to_host
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.to_numpy import to_numpy
+from sglang_topp.to_numpy import to_host, to_numpy
 
 __all__ = [
     "RaggedRows",

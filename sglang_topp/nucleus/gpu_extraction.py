@@ -56,24 +56,26 @@ class StagingArea:
             four numbers: the set size, the index of the set's first candidate in `entries`, an error code,
             and the error's detail. For a set with candidates, an index of -1 means that the set did not fit
             in the staging area. `kernel_error_codes` lists the error codes and their details.
+        is_by_id: whether tokens of equal log-probs in a set are in the order of their ids.
     """
 
     entries: Tensor
     rows: Tensor
+    is_by_id: bool
 
     def map(self, copy_tensor: Callable[[Tensor], Tensor]) -> StagingArea:
         """Return a staging area whose tensors are `copy_tensor(entries)` and `copy_tensor(rows)`.
 
         If `copy_tensor` is asynchronous, the two copies may still run when this method returns.
         """
-        return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows))
+        return StagingArea(copy_tensor(self.entries), copy_tensor(self.rows), self.is_by_id)
 
     def read(self) -> StagedRows:
         """Return the tensors `entries` and `rows` as NumPy arrays.
 
         `entries` and `rows` must be on the host, and all copies into these two tensors must be finished.
         """
-        return StagedRows(self.entries.numpy(), self.rows.numpy())
+        return StagedRows(self.entries.numpy(), self.rows.numpy(), self.is_by_id)
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ class StagedRows:
     Attributes:
         entries: int32 [2, C], as in `StagingArea`.
         rows: int32 [4, B] or [4, R], as in `StagingArea`.
+        is_by_id: as in `StagingArea`.
     """
 
     entries: NDArray[np.int32]
     rows: NDArray[np.int32]
+    is_by_id: bool
 
     @property
     def left_out(self) -> NDArray[np.intp]:
@@ -108,11 +112,9 @@ class StagedRows:
         sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
         offsets = offsets_of(sizes)
         # The staging area holds the sets in the order of their rows, without gaps.
-        token_ids = self.entries[0, : offsets[-1]]
-        logprobs = self.entries[1, : offsets[-1]].view(np.float32)
-        keys = sort_key_descending(torch.from_numpy(logprobs)).numpy()
-        order = np.lexsort((token_ids, keys, np.repeat(np.arange(len(sizes)), sizes)))
-        return token_ids[order], logprobs[order], offsets
+        entries = torch.from_numpy(self.entries[:, : offsets[-1]])
+        ids, logprobs = _ordered(torch.from_numpy(sizes), entries, is_by_id=self.is_by_id)
+        return ids.numpy(), logprobs.numpy(), offsets
 
 
 def stage_top_p(
@@ -145,9 +147,8 @@ def stage_top_p(
     starts_B = top_p_triton.place(cuts.sizes, capacity)
     entries_2C = _entries(capacity, logprobs_BV)
     top_p_triton.compact(logprobs_BV, sampled_B, cuts, starts_B, entries_2C)
-    return StagingArea(
-        entries_2C, torch.stack([cuts.sizes, starts_B, cuts.error_codes, cuts.highest.view(torch.int32)])
-    )
+    rows = torch.stack([cuts.sizes, starts_B.int(), cuts.error_codes, cuts.highest.view(torch.int32)])
+    return StagingArea(entries_2C, rows, is_by_id=True)
 
 
 def stage_support(
@@ -180,7 +181,8 @@ def stage_support(
     starts_R = top_p_triton.place(found_3R[0], capacity)
     entries_2C = _entries(capacity, logprobs_BV)
     sampler_support_triton.compact(*drawn, found_3R[0], starts_R, entries_2C)
-    return StagingArea(entries_2C, torch.stack([found_3R[0], starts_R, found_3R[1], found_3R[2]]))
+    rows = torch.stack([found_3R[0], starts_R.int(), found_3R[1], found_3R[2]])
+    return StagingArea(entries_2C, rows, is_by_id=False)
 
 
 def top_p_candidates(
@@ -197,7 +199,7 @@ def top_p_candidates(
     found = torch.stack([cuts.sizes, cuts.sizes, cuts.error_codes, cuts.highest.view(torch.int32)])
     offsets_B1, entries_2n = _allocate_entries(found, sampled_B, logprobs_BV)
     top_p_triton.compact(logprobs_BV, sampled_B, cuts, offsets_B1[:-1], entries_2n)
-    return _ordered(cuts.sizes, entries_2n, offsets_B1)
+    return *_ordered(cuts.sizes, entries_2n, is_by_id=True), offsets_B1
 
 
 def support_candidates(
@@ -220,7 +222,7 @@ def support_candidates(
     sizes_R = found_3R[0]
     offsets_R1, entries_2n = _allocate_entries(torch.cat([sizes_R[None], found_3R]), sampled_R, logprobs_RV)
     sampler_support_triton.compact(*drawn, sizes_R, offsets_R1[:-1], entries_2n)
-    return _ordered(sizes_R, entries_2n, offsets_R1)
+    return *_ordered(sizes_R, entries_2n, is_by_id=False), offsets_R1
 
 
 def _allocate_entries(
@@ -230,19 +232,28 @@ def _allocate_entries(
 
     If any row is invalid, raise the error of the first invalid row.
     """
-    found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy())
+    found = StagedRows(np.empty((2, 0), np.int32), found_4R.cpu().numpy(), is_by_id=True)
     for first in found.problems(sampled_R, logprobs_RV.shape[1]).values():
         raise first
     offsets = offsets_of(found.rows[_SIZE])
     return to_device(offsets, logprobs_RV.device), _entries(int(offsets[-1]), logprobs_RV)
 
 
-def _ordered(sizes_R: Tensor, entries_2n: Tensor, offsets_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _ordered(sizes_R: Tensor, entries_2n: Tensor, *, is_by_id: bool) -> tuple[Tensor, Tensor]:
+    """Return the token ids and log-probs of all sets, each ordered by log-prob and then by id.
+
+    The kernels for top-p write a set by id, except that a sampled token outside of the nucleus comes last.
+    That token is less likely than all others, so the ids decide nothing about it.
+    """
     ids_n, logprobs_n = entries_2n[0], entries_2n[1].view(torch.float32)
     row_n = torch.repeat_interleave(sizes_R, output_size=len(ids_n)).long()
-    by_id = ids_n.argsort(stable=True)
-    order_n = by_id[((row_n << 32) + sort_key_descending(logprobs_n))[by_id].argsort(stable=True)]
-    return ids_n[order_n], logprobs_n[order_n], offsets_R1
+    key_n = (row_n << 32) + sort_key_descending(logprobs_n)
+    if is_by_id:
+        order_n = key_n.argsort(stable=True)
+    else:
+        order_n = ids_n.argsort(stable=True)
+        order_n = order_n[key_n[order_n].argsort(stable=True)]
+    return ids_n[order_n], logprobs_n[order_n]
 
 
 def _entries(capacity: int, logprobs_BV: Tensor) -> Tensor:

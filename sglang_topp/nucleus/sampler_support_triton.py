@@ -216,7 +216,7 @@ def _compact_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes_ptr + row)
-    place = tl.load(starts_ptr + row).to(tl.int64)
+    place = tl.load(starts_ptr + row)
     if (size == 0) | (place < 0):
         return
     row_ptr = logprobs_ptr + tl.load(rows_ptr + row) * row_stride

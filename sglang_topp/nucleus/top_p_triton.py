@@ -145,13 +145,13 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
 
 def place(sizes_B: Tensor, capacity: int) -> Tensor:
-    """Return int32 [B]: each set's start index in the output, or -1 if the set does not fit.
+    """Return int64 [B]: each set's start index in the output, or -1 if the set does not fit.
 
     The sets follow each other in the output, in the order of their rows. A set of more than `capacity`
     candidates gets the start index -1 and takes no space. If a set of at most `capacity` candidates does not
     fit into the remaining space, that set and all later sets get the start index -1.
     """
-    starts_B = torch.empty_like(sizes_B)
+    starts_B = torch.empty_like(sizes_B, dtype=torch.int64)
     if len(sizes_B):
         with launch(sizes_B):
             _place_kernel[(1,)](sizes_B, starts_B, len(sizes_B), capacity, TILE=_TILE)
@@ -168,7 +168,7 @@ def compact(
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
         cuts: the result of `find_cuts`.
-        starts_B: integers, the column of `entries_2C` for the first candidate of each set, or -1 to skip the
+        starts_B: int64, the column of `entries_2C` for the first candidate of each set, or -1 to skip the
             set.
         entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
             float32 log-probs.
@@ -465,7 +465,7 @@ def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr)
         taken = tl.where(sizes <= capacity, sizes, 0)
         ends = end + tl.cumsum(taken, 0)
         fits = (sizes <= capacity) & (ends <= capacity)
-        tl.store(starts_ptr + row, tl.where(fits, ends - sizes, -1).to(tl.int32), mask=row < num_rows)
+        tl.store(starts_ptr + row, tl.where(fits, ends - sizes, -1), mask=row < num_rows)
         end += tl.sum(taken, 0)
 
 
@@ -489,7 +489,7 @@ def _compact_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes_ptr + row)
-    place = tl.load(starts_ptr + row).to(tl.int64)
+    place = tl.load(starts_ptr + row)
     if (size == 0) | (place < 0):
         return
     row_ptr = logprobs_ptr + row * row_stride

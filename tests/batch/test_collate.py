@@ -19,10 +19,9 @@ from sglang_topp.batch import (
     PackedCollator,
     collate_rl,
     collate_sft,
-    pack_loss_mask,
-    reference_loops,
 )
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 from tests.fake_gpu import gpu
 
@@ -79,16 +78,6 @@ def test_rl_keeps_the_candidate_sets_of_every_sample(columns: dict[str, Any], se
     assert list(candidates) == sets
     assert candidates.row_offsets.tolist() == np.cumsum([0, *map(len, columns["responses"])]).tolist()
     assert_same(batch, reference_loops.collate_rl(**columns, pad_token_id=PAD))
-
-
-@pytest.mark.parametrize("form", ["bits", "int8"])
-def test_rl_accepts_packed_loss_masks(form: Any) -> None:
-    columns = rl_columns()
-    packed = [pack_loss_mask(mask, form=form) for mask in columns["loss_masks"]]
-    assert_same(
-        collate_rl(**{**columns, "loss_masks": packed}, pad_token_id=PAD),
-        reference_loops.collate_rl(**columns, pad_token_id=PAD),
-    )
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.float16, np.float32])

@@ -19,13 +19,12 @@ from sglang_topp.batch import (
     NestedBatch,
     NestedFieldSpec,
     nest_batch,
-    reference_loops,
     split_micro_batches,
     take_batch,
     unnest_batch,
 )
-from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.fake_gpu import gpu
 
 DTYPES = [
@@ -98,7 +97,7 @@ def test_round_trip_keeps_every_bit(mask: torch.Tensor, data: st.DataObject) -> 
                 MASKED_WRITE_DTYPES[dtype.itemsize]
             )
         batch[f"field{i}"], fields[f"field{i}"] = field, NestedFieldSpec("mask", pad)
-    nested = nest_batch(batch, fields, narrow=data.draw(st.booleans()), strict=True)
+    nested = nest_batch(batch, fields, strict=True)
 
     def check(part: NestedBatch, rows: list[int]) -> None:
         out = unnest_batch(pickle.loads(pickle.dumps(part)))
@@ -144,22 +143,6 @@ def test_droppable_field_loses_only_masked_values(mask: torch.Tensor, pad: int) 
     assert nested.outside == {}
 
 
-@pytest.mark.parametrize("fill", [0.5, 0.001])  # stored as bits, and as runs
-def test_batch_larger_than_a_block_round_trips(fill: float) -> None:
-    rng = np.random.default_rng(0)
-    mask = torch.from_numpy(rng.random((300, 9000)) < fill)
-    field = torch.from_numpy(rng.integers(1, 99, mask.shape).astype(np.int16)) * mask
-    field[299, 1] = field[150, 2] = 7
-    assert min(mask.nbytes, field.nbytes) > 2 * _BLOCK_BYTES
-    nested = nest_batch({"mask": mask, "field": field}, {"mask": "mask", "field": "mask"})
-    assert (nested._layouts[0].runs is None) == (fill == 0.5)
-    order = rng.permutation(300)
-    for part, rows in ((nested, np.arange(300)), (nested.take(order), order)):
-        out = unnest_batch(part)
-        assert out["mask"].equal(mask[rows])
-        assert out["field"].equal(field[rows])
-
-
 def test_masked_tool_tokens_are_kept() -> None:
     responses = torch.tensor([[11, 12, 91, 92, 13, 0], [21, 90, 22, 23, 0, 0]])
     loss_mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 0, 0]])
@@ -179,49 +162,11 @@ def test_nested_size_is_that_of_the_kept_values() -> None:
     batch = {"a": torch.randint(2**40, (64, 1000)) * mask.long(), "b": torch.randn(64, 1000) * mask.abs()}
     batch["b"][mask == 0] = 0  # randn * 0 leaves -0.0, which is not the pad value
     fields = {"a": NestedFieldSpec("mask"), "b": NestedFieldSpec("mask")}
-    nested = nest_batch({**batch, "mask": mask}, {**fields, "mask": "mask"}, narrow=False)
+    nested = nest_batch({**batch, "mask": mask}, {**fields, "mask": "mask"})
     values = 64 * 100 * (8 + 4 + 4)
-    assert values < nested.nbytes < 1.02 * values
+    masks = 64 * (125 + 8) + 8  # one bit per column, and the rows' lengths
+    assert nested.nbytes == values + masks
     assert nested.outside == {}
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype", "narrow"),
-    [
-        ([0, 127, -128], torch.int64, np.int8),
-        ([0, 255], torch.int64, np.uint8),
-        ([-1, 255], torch.int64, np.int16),
-        ([0, 65_535], torch.int32, np.uint16),
-        ([0, 151_643], torch.int64, np.int32),
-        ([0, 2**32 - 1], torch.int64, np.uint32),
-        ([0, 2**32], torch.int64, np.int64),
-        ([-(2**63), 2**63 - 1], torch.int64, np.int64),
-        ([0.0, 1.0, -0.0, float("inf")], torch.float32, np.float16),
-        ([0.1], torch.float32, np.int32),
-        ([65_505.0], torch.float32, np.int32),
-        ([1e-8], torch.float32, np.int32),
-        ([0.5, float(np.float32(0.1))], torch.float64, np.float32),
-        ([0.1], torch.float64, np.int64),
-        ([1.0, 2.0], torch.bfloat16, np.int16),
-        ([True, False], torch.bool, np.int8),
-    ],
-)
-def test_narrowing_uses_the_smallest_exact_dtype(values: Any, dtype: torch.dtype, narrow: Any) -> None:
-    field = torch.tensor([values], dtype=dtype)
-    batch = {"field": field, "mask": torch.ones(1, len(values))}
-    nested = nest_batch(batch, {"field": "mask"})
-    assert nested._fields["field"].values.dtype == narrow
-    assert identical(unnest_batch(nested)["field"], field)
-    assert (
-        nest_batch(batch, {"field": "mask"}, narrow=False)._fields["field"].values.itemsize == dtype.itemsize
-    )
-
-
-def test_float_that_does_not_fit_at_the_end_is_not_narrowed() -> None:
-    field = torch.ones(1, 10_000)
-    field[0, -1] = 0.1
-    nested = nest_batch({"field": field, "mask": torch.ones(1, 10_000)}, {"field": "mask"})
-    assert identical(unnest_batch(nested)["field"], field)
 
 
 def small_batch() -> dict[str, Any]:

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch import PackedBatch, PackedCollator, reference_loops, take_batch
+from sglang_topp.batch import PackedBatch, PackedCollator, take_batch
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import Layout
+from tests.batch import reference_loops
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 
 PAD = 7

@@ -24,8 +24,12 @@ PUBLIC_NAMES = [
     "RolloutWriter",
     "Score",
     "ScoreOptions",
+    "ScoredRollout",
+    "TrainerScores",
+    "WeightPusher",
     "add_trainer_columns",
     "load_rollouts",
+    "load_scored_rollouts",
     "save_rollouts",
 ]
 

@@ -206,11 +206,10 @@ def test_a_sample_beyond_its_budget_ends_in_every_stage(stages: Engine, tmp_path
     check_nothing_is_held(stages)
 
 
-async def test_beyond_what_fits_in_flight_some_end_and_the_others_are_whole(stages: Engine) -> None:
+async def test_what_was_accepted_ends_whole_even_beyond_what_fits_in_flight(stages: Engine) -> None:
     async with httpx.AsyncClient(base_url=stages.url, timeout=300) as http:
         answers = await asyncio.gather(*(http.post("/generate", json=_vocabulary(60)) for _ in range(6)))
-    assert {answer.status_code for answer in answers} == {200, 429}
     for answer in answers:
-        if answer.status_code == 200:
-            assert len(checked_sets(answer.json(), 1.0)) == 60
+        assert answer.status_code == 200, answer.text
+        assert len(checked_sets(answer.json(), 1.0)) == 60
     check_nothing_is_held(stages)

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_topp.nucleus import gpu_extraction, reference, support_candidates, top_p_candidates
+from sglang_topp.nucleus import gpu_extraction, support_candidates, top_p_candidates
 from tests.fake_gpu import forbid_waits, gpu
+from tests.nucleus import reference
 
 VOCAB = 200
 
@@ -241,3 +242,28 @@ def test_forbid_waits_detects_waits():
         ):
             with forbid_waits(), pytest.raises(AssertionError, match="the host would wait"):
                 waits()
+
+
+def test_staged_and_waiting_extraction_launch_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up of the staged extraction compiles the kernels for the sets that do not fit, too."""
+    starts: dict[str, set[torch.dtype]] = {"top_p_triton": set(), "sampler_support_triton": set()}
+    for name, dtypes in starts.items():
+        module = getattr(gpu_extraction, name)
+        compact = module.compact
+
+        def recorded(*args: Tensor, compact=compact, dtypes=dtypes) -> None:
+            dtypes.add(args[-2].dtype)
+            compact(*args)
+
+        monkeypatch.setattr(module, "compact", recorded)
+    logprobs = rows_of_sizes([1, 3])
+    take(logprobs, [0.9, 0.9], None, capacity=8)
+    with gpu():
+        on_gpu, drawn = logprobs.to("cuda"), torch.tensor([0, 0]).to("cuda")
+        is_drawn = torch.ones(2, 1, dtype=torch.bool, device="cuda")
+        ids = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+        rows = torch.arange(2, device="cuda")
+        gpu_extraction.top_p_candidates(on_gpu, np.array([0.9, 0.9]), None)
+        gpu_extraction.stage_support(on_gpu, rows, is_drawn, ids, drawn, capacity=8)
+        gpu_extraction.support_candidates(on_gpu, is_drawn.float(), ids, drawn)
+    assert starts == {name: {torch.int64} for name in starts}

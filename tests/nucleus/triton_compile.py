@@ -30,6 +30,7 @@ KINDS = {
     "maxima_ptr": "*fp32",
     "highest_ptr": "*fp32",
     "sampled_ptr": "*i64",
+    "starts_ptr": "*i64",
     "rows_ptr": "*i64",
     "is_drawn_ptr": "*u8",
     "lowest": "fp32",

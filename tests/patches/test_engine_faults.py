@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fastapi import HTTPException
 
 from sglang_topp import formats
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
-from sglang_topp_patches.compat.releases import Feature, internals
+from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.memory.budget import Budget
 from sglang_topp_patches.scheduler import extract_prompt_sets
-from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets, free_sent_entries
+from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
 from sglang_topp_patches.scheduler.extraction import extract
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, join
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet, SetBuffer, pack_set
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
 VOCAB = 32
 WEIGHTS = Weights(3, "7")
 HTTP = http_process()
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 
 
 @pytest.fixture
@@ -47,22 +51,31 @@ class Req:
         self.stream, self.send_token_offset, self.finished_output = False, 0, False
         self.sampling_params = SimpleNamespace(custom_params=None)
         self.input_embeds: Any = None
+        self.origin_input_ids, self.logprob_start_len, self.vocab_size = [1, 2, 3], 0, VOCAB
         self.sglang_topp_weights = WEIGHTS
-        admit(self, PROCESS.in_flight)
-
-    def finished(self) -> bool:
-        return False
+        admit(self, PROCESS)
 
 
 def commit(index: int, *token_ids: int) -> SimpleNamespace:
     return SimpleNamespace(output_index=index, token_ids=token_ids)
 
 
-def rows_of(req: Req) -> list[Any]:
-    """Return the prompt's entries, after the entry that names their weights."""
-    head, *rows = req.customized_info[PROMPT_KEY]
-    assert (head.candidates, head.weight_version) == (None, "7")
-    return rows
+def buffer_of(req: Req) -> SetBuffer:
+    return req.customized_info[KEY]
+
+
+def problem_of(req: Req) -> str:
+    """Return why a request ends. It then holds no set."""
+    buffer = buffer_of(req)
+    assert buffer.problem is not None
+    assert buffer.num_held == 0
+    return buffer.problem.text
+
+
+def rows_of(req: Req) -> list[PackedSet | None]:
+    """Return the sets of the prompt's rows."""
+    assert buffer_of(req).prompt_version == "7"
+    return buffer_of(req).prompt.sets()
 
 
 def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
@@ -76,13 +89,10 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(PROCESS, logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    positions = join(sets.packed_sets())
-    assert positions.lengths[0] > 0
-    assert positions.lengths[1] == 0
-    assert positions.lengths[2] > 0
+    assert [len(ids) > 0 for ids, _ in sets.packed_sets()] == [True, False, True]
 
 
-def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
+def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     unlikely = int(logprobs[1].argmin())
     sets = generated(logprobs, sampled)
@@ -90,11 +100,10 @@ def test_each_fault_is_told_in_its_own_entry(logprobs: torch.Tensor) -> None:
     sets.consume(
         SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
     )
-    first, second, third = (req.customized_info[KEY] for req in reqs)
-    # Two positions that did not pass through the sampler, then a valid one.
-    assert [bool(entry.problem) for entry in first] == [True, True, False]
-    assert f"token {unlikely} replaced" in second[0].problem
-    assert "was sampled for request c" in third[0].problem
+    first, second, third = (problem_of(req) for req in reqs)
+    assert first.startswith("no candidate set at position 0: a token became visible without passing through")
+    assert f"position 0: token {unlikely} replaced" in second
+    assert "was sampled for request c" in third
 
 
 def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
@@ -103,9 +112,9 @@ def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
     generated(logprobs, sampled).consume(
         SimpleNamespace(reqs=reqs), [commit(0, sampled[0], 5), None, commit(0, sampled[2])]
     )
-    assert "2 tokens became visible" in reqs[0].customized_info[KEY][0].problem
+    assert "2 tokens became visible" in problem_of(reqs[0])
     assert reqs[1].customized_info is None
-    assert not reqs[2].customized_info[KEY][0].problem
+    assert buffer_of(reqs[2]).problem is None
 
 
 def test_sampling_without_logprobs_is_told() -> None:
@@ -113,7 +122,7 @@ def test_sampling_without_logprobs_is_told() -> None:
     GeneratedSets(RequestedRows(("a",), (0.9,)), None, "default").consume(
         SimpleNamespace(reqs=[req]), [commit(0, 3)]
     )
-    assert "without reporting log-probs" in req.customized_info[KEY][0].problem
+    assert "without reporting log-probs" in problem_of(req)
 
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
@@ -122,7 +131,7 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
-    req.customized_info[KEY] = [Entry((b"", b""))]
+    buffer_of(req).append((b"", b""))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     assert len(rows_of(req)) == 3
 
@@ -131,31 +140,95 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
-    taken = PassExtraction(PROCESS.in_flight, (1.0, 0.9), (3, 2))
+    taken = PassExtraction(0, (1.0, 0.9), (3, 2))
     rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
     for part in rows:
         wanted = taken.thresholds[sum(len(chunk.offsets) - 1 for chunk in taken.chunks) :][: len(part)]
         taken.add(extract(PROCESS, part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
-    assert taken.refused == {0: False}
+    assert [(row, status) for row, (status, _) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
     sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
-    (word,) = first.customized_info[PROMPT_KEY]
+    word = buffer_of(first).problem
+    assert word is not None
     assert word.status == 413
-    assert "of the prompt's positions" in word.problem
+    assert "of the prompt's positions" in word.text
     # A pass in progress adds nothing, and a retraction does not remove the error.
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     forget_rows(None, first)
-    assert first.customized_info[PROMPT_KEY] == [word]
+    assert buffer_of(first).problem == word
+    problem_of(first)
     assert len(rows_of(second)) == 4
     assert all(len(ids) > 0 for ids, _ in rows_of(second))
 
 
-def test_prompts_that_are_too_much_together_are_told_to_come_back(logprobs: torch.Tensor) -> None:
-    taken = PassExtraction(InFlight(4 * VOCAB), (1.0, 1.0), (3, 2))
-    taken.add(extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [1.0] * 5, torch.zeros(5, dtype=torch.int64)))
-    assert taken.refused == {0: True}
+@pytest.mark.parametrize("held", [0, 1 << 40])
+def test_prompts_that_are_too_much_together_are_told_to_come_back(
+    logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """The prompts that are not complete when the room ends, however much is held beside them."""
+    monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(1000, 2 * VOCAB))
+    taken = PassExtraction(held, (1.0,) * 4, (2, 2, 2, 2))
+    for _ in range(4):  # a chunk ends within the second prompt, and the room in the chunk before
+        part = taken.thresholds[sum(chunk.num_rows for chunk in taken.chunks) :][:2].tolist()
+        taken.add(extract(PROCESS, logprobs[:2], part, torch.zeros(2, dtype=torch.int64)))
+    first = 1 if held else 2
+    assert {row: int(status) for row, (status, _) in taken.refused.items()} == dict.fromkeys(
+        range(first, 4), 429
+    )
+    assert all("IN_FLIGHT" in reason for _, reason in taken.refused.values())
+    assert taken.thresholds.tolist() == [1.0] * 2 * first + [0.0] * 2 * (4 - first)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [True] * 5),
+        ({"origin_input_ids": [VOCAB + 7, 3, VOCAB, -1, 2]}, [True, False, False, True, True]),
+        ({"origin_input_ids": [9, 3, 5, VOCAB], "logprob_start_len": 1}, [True, False, True, True, True]),
+        ({"origin_input_ids": [1] * 5, "input_embeds": [[0.5]] * 5}, [False] * 4 + [True]),
+    ],
+    ids=["text", "image", "image from a position on", "embeddings"],
+)
+def test_a_prompt_position_without_a_token_has_no_set(
+    logprobs: torch.Tensor, change: dict[str, Any], expected: list[bool]
+) -> None:
+    """In one chunk and in several. The last row scores the first generated token."""
+    sampled = torch.zeros(5, dtype=torch.int64)
+    whole = extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [0.9] * 5, sampled)
+    for counts in ((5,), (2, 3)):
+        req = Req("a")
+        vars(req).update(change)
+        start = 0
+        for count in counts:
+            part = extract(
+                PROCESS, logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count]
+            )
+            sets = PromptSets(("a",), (0.9,), (count,), (part,), WEIGHTS)
+            sets.consume(SimpleNamespace(reqs=[req]), [None])
+            start += count
+        has_set = [row is not None for row in rows_of(req)]
+        assert has_set == expected
+        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        assert [row for row in rows_of(req) if row is not None] == kept
+
+
+def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tensor) -> None:
+    packed = sets_of(logprobs, logprobs.argmax(1).tolist())
+    for base64 in (True, False):
+        answer = Answer([], prompt_tokens=3)
+        answer.state.obj.return_logprobs_in_base64 = base64
+        answer.state.obj.return_text_in_logprobs = False
+        answer.manager.skip_tokenizer_init = True
+        answer.manager.detokenize_logprob_tokens = lambda values, ids, _: zip(values, ids, strict=True)
+        meta_info = answer.receive([], [None, packed[0]])
+        sizes = (
+            meta_info["input_top_p_logprobs_lengths"]
+            if base64
+            else [-1 if row is None else len(row) for row in meta_info["input_top_p_logprobs"]]
+        )
+        assert sizes == [-1, -1, len(packed[0][0]) // 4]
 
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
@@ -176,8 +249,7 @@ def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tenso
 def test_a_request_without_sets_is_retracted_from_a_mixed_batch() -> None:
     """SGLang before 0.5.15 gives every request of such a batch the lists that one of them has."""
     asks, other = Req("a"), Req("b")
-    asks.customized_info, other.customized_info = {KEY: [], PROMPT_KEY: []}, None
-    del other.sglang_topp_in_flight  # `admit` runs for requests with sets alone
+    asks.customized_info, other.customized_info = {KEY: SetBuffer()}, None
     Sglang0514().align([asks, other])
     assert other.customized_info is not None
     forget_rows(None, other)
@@ -190,10 +262,10 @@ def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Te
     for input_embeds, is_ended in ((None, False), ([[0.5]], True)):
         req = Req("a")
         req.input_embeds = input_embeds
-        req.customized_info = {KEY: entries_of(logprobs, sampled)}
+        req.customized_info = {KEY: part_of(sets_of(logprobs, sampled))}
         forget_rows(None, req)
         assert is_refused(req) is is_ended
-    assert req.customized_info[KEY][0].status == 503
+    assert buffer_of(req).problem.status == 503
     early = Req("a")
     early.input_embeds, early.customized_info = [[0.5]], {}
     forget_rows(None, early)
@@ -213,16 +285,13 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
         sets.consume(SimpleNamespace(reqs=[req, other]), [None, None])
         if sets is before:
             assert not is_refused(req)
-    (*_, word) = {*req.customized_info[PROMPT_KEY], *req.customized_info[KEY]}
-    assert word.status == 503
-    assert words in word.problem
-    assert req.sglang_topp_account.is_closed
+    assert words in problem_of(req)
     assert other.customized_info is None
 
     answer = Answer([], prompt_tokens=9)
-    reason = answer.receive(req.customized_info[KEY], req.customized_info[PROMPT_KEY])["finish_reason"]
+    reason = answer.send_on(buffer_of(req)[0:1])["finish_reason"]
     assert (reason["type"], reason["status_code"], reason["err_type"]) == ("abort", 503, "ServiceUnavailable")
-    assert word.problem in reason["message"]
+    assert problem_of(req) in reason["message"]
 
 
 def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
@@ -231,7 +300,7 @@ def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Te
     req = Req("a")
     sets = PromptSets(("a",), (0.9,), (3,), chunk, Weights(4, "8"))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
-    assert req.customized_info[KEY][0].status == 503
+    assert buffer_of(req).problem.status == 503
 
 
 def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
@@ -243,16 +312,17 @@ def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: 
         if weights is not WEIGHTS:
             forget_rows(None, req)
     assert len(rows_of(req)) == 3
-    assert req.sglang_topp_account.positions == 3
+    assert buffer_of(req).num_positions == 3
 
 
 def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
     req = Req("a")
-    req.customized_info = {KEY: entries_of(logprobs, sampled)}
+    req.customized_info = {KEY: part_of(sets_of(logprobs, sampled))}
     batch = SimpleNamespace(reqs=[req, Req("b"), Req("c")])
     generated(logprobs.flip(0), sampled[::-1]).consume(batch, [commit(0, sampled[2]), None, None])
-    assert req.customized_info[KEY] == entries_of(logprobs, sampled)[2:]
+    assert buffer_of(req).generated.sets() == sets_of(logprobs, sampled)[2:]
+    assert buffer_of(req).spans == [("default", 1)]
 
 
 class Answer:
@@ -264,7 +334,7 @@ class Answer:
         )
         streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
         self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
-        self.tokens = tokens
+        self.tokens, self.process, self.sent = tokens, HTTP, 0
         self.state = SimpleNamespace(
             obj=obj,
             last_output_offset=0,
@@ -276,19 +346,21 @@ class Answer:
             "output_token_logprobs": [[-1.0, token, None] for token in tokens],
         }
 
-    def receive(self, entries: Any, prompt: Any = (), finished: bool = True) -> dict[str, Any]:
-        info = {"other": [[1]]}
-        if entries is not None:
-            info[KEY] = [entries]
-        if prompt:
-            rows = internals().prompt_rows()
-            rows.extend(prompt)
-            info[PROMPT_KEY] = [rows[:]]  # the part of the text that SGLang sends
+    def receive(
+        self, generated: list[PackedSet] | None, prompt: Any = (), finished: bool = True
+    ) -> dict[str, Any]:
+        """Receive sets as the scheduler sends them: those of new tokens, and the prompt's rows."""
+        part = None if generated is None else part_of(generated, prompt, self.sent)
+        self.sent += len(generated or ())
+        return self.send_on([] if part is None else part[0 : part.end], finished)
+
+    def send_on(self, slices: list[SetBuffer], finished: bool = True) -> dict[str, Any]:
+        info = {"other": [[1]], KEY: [pickle.loads(pickle.dumps(slices))]}
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
-        sets_in_meta_info.receive_entries(self.manager, recv_obj)
+        sets_in_meta_info.receive_sets(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
         sets_in_meta_info.write_meta_info(
-            HTTP, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
+            self.process, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
 
@@ -304,20 +376,32 @@ class Answer:
         (sent,) = [
             each
             async for each in sets_in_meta_info.write_sets(
-                HTTP, chunks, self.manager, obj=self.state.obj, state=self.state
+                self.process, chunks, self.manager, obj=self.state.obj, state=self.state
             )
         ]
         return sent
 
 
-def entries_of(logprobs: torch.Tensor, sampled: list[int]) -> list[Entry]:
-    sets = extract(PROCESS, logprobs, [0.9] * len(sampled), torch.tensor(sampled))
-    return [Entry(packed_set, weight_version="default") for packed_set in sets.packed_sets()]
+def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
+    return extract(PROCESS, logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+
+
+def part_of(
+    generated: list[PackedSet], prompt: Any = (), first: int = 0, versions: str | None = None
+) -> SetBuffer:
+    """Return a request's buffer in the scheduler, after its first tokens were sent."""
+    buffer = SetBuffer(first)
+    for i, packed in enumerate(generated):
+        buffer.append(packed, versions[i] if versions else "default")
+    for row in (*prompt, *([pack_set(np.zeros(0, np.int32), np.zeros(0, np.float32))] if prompt else ())):
+        buffer.prompt.append(row)
+    buffer.prompt_version = "7"
+    return buffer
 
 
 def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
-    meta_info = Answer(sampled).receive(entries_of(logprobs, sampled))
+    meta_info = Answer(sampled).receive(sets_of(logprobs, sampled))
     assert meta_info["finish_reason"] == {"type": "length"}
     assert len(formats.decode_top_p(meta_info, sampled)) == 3
 
@@ -325,11 +409,10 @@ def test_a_whole_answer_is_written(logprobs: torch.Tensor) -> None:
 @needs(Feature.WEIGHT_VERSIONS)
 def test_versions_are_those_of_the_entries_whatever_sglang_tells(logprobs: torch.Tensor) -> None:
     sampled = logprobs.argmax(1).tolist()
-    entries = entries_of(logprobs, sampled)
-    entries = [replace(entry, weight_version=name) for entry, name in zip(entries, "778", strict=True)]
+    buffer = part_of(sets_of(logprobs, sampled), versions="778")
     answer = Answer(sampled)
     answer.meta_info |= {"weight_version": "9", "weight_versions": [{"version": "9", "start": 0, "end": 3}]}
-    meta_info = answer.receive(entries)
+    meta_info = answer.send_on(buffer[0:3])
     assert meta_info["weight_version"] == "8"
     assert meta_info["weight_versions"] == [
         {"version": "7", "start": 0, "end": 2},
@@ -344,13 +427,13 @@ def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -
     answer.state.obj.stream = True
     answer.state.output_ids = sampled[:1]
     reported = answer.meta_info["output_token_logprobs"]
-    first = answer.receive(entries_of(logprobs, sampled)[:1], finished=False)
+    first = answer.receive(sets_of(logprobs, sampled)[:1], finished=False)
     assert "output_top_p_logprobs_lengths" not in first  # encoded only if it is sent
 
     answer.meta_info = {"id": "a", "finish_reason": None, "output_token_logprobs": reported}
     reported.append([-1.0, sampled[1], None])
     answer.tokens = sampled[1:2]
-    second = answer.receive(entries_of(logprobs, sampled)[1:2], finished=False)
+    second = answer.receive(sets_of(logprobs, sampled)[1:2], finished=False)
     answer.state.output_ids.append(sampled[1])
     for meta_info, count in ((first, 1), (second, 2)):
         answer.meta_info = meta_info
@@ -359,56 +442,46 @@ def test_a_chunk_holds_what_there_was_when_it_was_made(logprobs: torch.Tensor) -
         assert len(formats.decode_top_p(sent, sampled[:count])) == count
 
 
-def test_what_was_sent_is_not_held(logprobs: torch.Tensor) -> None:
-    sampled = logprobs.argmax(1).tolist()
-    req = Req("a")
-    for index in range(3):
-        extracted = extract(PROCESS, logprobs[:1], [0.9], torch.tensor(sampled[:1]))
-        sets = GeneratedSets(RequestedRows(("a",), (0.9,)), extracted, "default")
-        sets.consume(SimpleNamespace(reqs=[req]), [commit(index, sampled[0])])
-        req.send_token_offset = index  # all but the last one
-        free_sent_entries(None, None, [req], True)
-    req.customized_info[PROMPT_KEY] = ["a row"]
-    assert [entry is None for entry in req.customized_info[KEY]] == [True, True, False]
-    req.send_token_offset, req.finished_output = 3, True
-    free_sent_entries(None, None, [req], True)
-    assert req.customized_info == {KEY: [None, None, None]}
-
-
-def test_a_call_that_was_ended_is_an_error_and_holds_nothing(logprobs: torch.Tensor) -> None:
-    sampled = logprobs.argmax(1).tolist()
-    aborted: list[str] = []
+def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
+    """Those that arrive before the answer begins and after, and not those that come too late."""
+    sampled, counts = logprobs.argmax(1).tolist(), []
+    process = http_process(limit=1)
     call = route_policy.Call()
     token = route_policy.current_call.set(call)
     answer = Answer(sampled)
-    answer.manager.abort_request = aborted.append
-    answer.state.obj.stream = True
-    answer.state.output_ids = list(sampled)
-    answer.receive(entries_of(logprobs, sampled), finished=False)
-    assert answer.send()["output_top_p_logprobs_lengths"]
-    assert call.account is not None
-    assert call.account.candidates > 0
-    call.account.end("too much")
-    assert aborted == ["a"]
-    with pytest.raises(ValueError, match="too much") as caught:
+    answer.state.obj.stream, answer.state.output_ids = True, list(sampled)
+    answer.process = process
+    for _ in range(2):
+        answer.receive(sets_of(logprobs, sampled), finished=False)
         answer.send()
-    assert caught.value.status_code == 429
+        counts.append(process.in_flight.total)
+    sizes = sum(len(ids) // 4 for ids, _ in sets_of(logprobs, sampled))
+    assert counts == [sizes, 2 * sizes]
+    with pytest.raises(HTTPException, match=f"hold {2 * sizes} candidates, more than the 1 that fit") as busy:
+        process.check_room(is_streamed=False)
+    assert busy.value.status_code == 429
+    with pytest.raises(CallEndedError) as streamed:
+        process.check_room(is_streamed=True)
+    assert streamed.value.status_code == 429
+    call.close()
+    assert process.in_flight.total == 0
+    answer.receive(sets_of(logprobs, sampled), finished=False)
+    assert process.in_flight.total == 0
+    process.check_room(is_streamed=False)
     route_policy.current_call.reset(token)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda entries: None, "0 candidate sets for 3 generated tokens"),
-        (lambda entries: entries[:2], "2 candidate sets for 3 generated tokens"),
-        (lambda entries: [*entries, entries[0]], "4 candidate sets for 3"),
-        (lambda entries: [entries[0], None, entries[2]], "position 1: the scheduler sent none"),
-        (lambda entries: [entries[0], entries[1], Entry(None, "it broke")], "position 2: it broke"),
+        (lambda sets: None, "0 candidate sets for 3 generated tokens"),
+        (lambda sets: sets[:2], "2 candidate sets for 3 generated tokens"),
+        (lambda sets: [*sets, sets[0]], "4 candidate sets for 3"),
     ],
 )
 def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words: str) -> None:
     sampled = logprobs.argmax(1).tolist()
-    meta_info = Answer(sampled).receive(change(entries_of(logprobs, sampled)))
+    meta_info = Answer(sampled).receive(change(sets_of(logprobs, sampled)))
     assert not any("top_p" in key for key in meta_info)
     reason = meta_info["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 500)
@@ -417,28 +490,34 @@ def test_what_is_missing_is_an_error(logprobs: torch.Tensor, change: Any, words:
 
 @needs(Feature.WEIGHT_VERSIONS)
 def test_where_no_token_was_asked_for_the_version_is_the_prompts(logprobs: torch.Tensor) -> None:
-    packed = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
+    packed = sets_of(logprobs, logprobs.argmax(1).tolist())
     answer = Answer([], prompt_tokens=3)
     answer.meta_info["weight_version"] = "8"
-    meta_info = answer.receive(None, [Entry(None, weight_version="7"), *packed])
+    meta_info = answer.receive([], packed[:2])
     assert meta_info["input_top_p_logprobs_lengths"][0] == -1
     assert meta_info["weight_version"] == "7"
     assert meta_info["weight_versions"] == [{"version": "7", "start": 0, "end": 0}]
 
 
 def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
-    sampled = logprobs.argmax(1).tolist()
-    entries = entries_of(logprobs, sampled)
-    packed = [entry.candidates for entry in entries]
-    good = Answer(sampled, prompt_tokens=3).receive(entries, packed)
+    packed = sets_of(logprobs, sampled := logprobs.argmax(1).tolist())
+    good = Answer(sampled, prompt_tokens=3).receive(packed, packed[:2])
     assert good["input_top_p_logprobs_lengths"][0] == -1
-    for prompt in ((), packed[:2], [packed[0], None, packed[1], packed[2]], [None, packed[0], packed[1]]):
-        count = 4 if len(prompt) == 4 else 3
-        meta_info = Answer(sampled, prompt_tokens=count).receive(entries, prompt)
-        if prompt == [None, packed[0], packed[1]]:
-            assert "prompt position 1" in meta_info["finish_reason"]["message"]
-        else:
-            assert meta_info["finish_reason"]["type"] == "abort"
+    for prompt in ((), packed[:1], packed):
+        meta_info = Answer(sampled, prompt_tokens=3).receive(packed, prompt)
+        assert (
+            f"{len(prompt) + bool(prompt)} candidate sets for 3 prompt"
+            in meta_info["finish_reason"]["message"]
+        )
+
+
+def test_a_prompt_position_with_nan_is_told(logprobs: torch.Tensor) -> None:
+    logprobs[1, 7] = torch.nan
+    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    req = Req("a")
+    PromptSets(("a",), (0.9,), (3,), chunk, WEIGHTS).consume(SimpleNamespace(reqs=[req]), [None])
+    assert problem_of(req).startswith("no candidate set at prompt position 2: ")
+    assert "NaN" in problem_of(req)
 
 
 def test_an_abort_keeps_its_own_cause(logprobs: torch.Tensor) -> None:

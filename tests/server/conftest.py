@@ -16,8 +16,8 @@ import uvicorn
 
 from sglang_topp_server.api.app import create_app
 from sglang_topp_server.engine.client import EngineClient
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process.launch import listen
+from sglang_topp_server.settings import Limits
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine"
 

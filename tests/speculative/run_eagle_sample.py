@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
-from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler import speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY, Entry
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet
 from tests.speculative import kernels
 from tests.speculative.chain_draft_worker import accepted, reporter
 
@@ -34,12 +34,13 @@ __all__ = [
     "commit",
     "ids_of",
     "logprobs_of",
+    "problem_of",
     "request",
     "verify",
 ]
 
 
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 
 
 @dataclass(frozen=True)
@@ -253,16 +254,14 @@ def _sglang(
         yield
 
 
-def ids_of(entry: Entry) -> list[int]:
-    """Return the token ids of an entry's set."""
-    assert entry.candidates is not None, entry.problem
-    return np.frombuffer(entry.candidates[0], np.int32).tolist()
+def ids_of(packed: PackedSet) -> list[int]:
+    """Return the token ids of a set."""
+    return np.frombuffer(packed[0], np.int32).tolist()
 
 
-def logprobs_of(entry: Entry) -> dict[int, float]:
-    """Return the log-prob of each token of an entry's set."""
-    assert entry.candidates is not None, entry.problem
-    return dict(zip(ids_of(entry), np.frombuffer(entry.candidates[1], np.float32).tolist(), strict=True))
+def logprobs_of(packed: PackedSet) -> dict[int, float]:
+    """Return the log-prob of each token of a set."""
+    return dict(zip(ids_of(packed), np.frombuffer(packed[1], np.float32).tolist(), strict=True))
 
 
 def by_definition(logprobs: Tensor, p: float) -> set[int]:
@@ -271,12 +270,19 @@ def by_definition(logprobs: Tensor, p: float) -> set[int]:
     return {i for i, each in enumerate(mass) if sum(other for other in mass if other > each) < p}
 
 
-def commit(verified: Verified, counts: Sequence[int] | None = None) -> list[list[Entry]]:
-    """Commit each request's first tokens, all of them by default, and return the entries that it got."""
+def commit(verified: Verified, counts: Sequence[int] | None = None) -> list[list[PackedSet]]:
+    """Commit each request's first tokens, all of them by default, and return the sets that it got."""
     counts = counts or [len(tokens) for tokens in verified.tokens]
     commits = [
         Committed(0, tuple(tokens[:count])) if count else None
         for tokens, count in zip(verified.tokens, counts, strict=True)
     ]
     verified.output.consume(SimpleNamespace(reqs=verified.reqs), commits)
-    return [(req.customized_info or {}).get(KEY, []) for req in verified.reqs]
+    buffers = [(req.customized_info or {}).get(KEY) for req in verified.reqs]
+    return [buffer.generated.sets() if buffer else [] for buffer in buffers]
+
+
+def problem_of(verified: Verified, row: int) -> str:
+    """Return why a request ends with an error, or an empty string."""
+    buffer = (verified.reqs[row].customized_info or {}).get(KEY)
+    return buffer.problem.text if buffer and buffer.problem else ""

@@ -21,11 +21,9 @@ prompt `n` times.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from types import NoneType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -46,12 +44,17 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
+from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+    decode_chunk,
+    parse_token_logprobs,
+    read_weight_version,
+)
 from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
 from sglang_topp_client.requests.resume import empty_rollout
 from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.types.weight_spans import spans_from_json
 
-__all__ = ["GenerateExchange", "StreamedExchange", "parse_token_logprobs", "read_weight_version"]
+__all__ = ["GenerateExchange", "StreamedExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
@@ -153,13 +156,8 @@ class StreamedExchange(ABC, Generic[_Result]):
                 )
             self.complete = True
             return []
-        try:
-            # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
-            chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
-        if not isinstance(chunk, dict):
-            raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
+        # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
+        chunk = decode_chunk(memoryview(line)[start:])
         if "error" in chunk:
             raise _reported_error(chunk["error"], self.prompts_field)
         return self._take(chunk)
@@ -364,47 +362,3 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
     else:
         status = None
     return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))
-
-
-def parse_token_logprobs(
-    field: str, entries: list[Any], token_ids: NDArray[np.int32], *, of: str
-) -> NDArray[np.float32]:
-    """Return the log-probs in SGLang's list of `[logprob, token_id, text or null]` items, as float32 [T].
-
-    Args:
-        field: the name of the answer's field that holds the list.
-        entries: the list, with one `[logprob, token_id, text or null]` for each token.
-        token_ids: int32 [T], the expected tokens.
-        of: the noun that error messages use for the tokens, such as `"output"`.
-
-    Raises:
-        WireError: an item of `entries` is malformed, has no log-prob, or has a token id that differs from
-            `token_ids`.
-    """
-    if len(entries) != len(token_ids):
-        raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
-    try:
-        given, reported = [entry[0] for entry in entries], [entry[1] for entry in entries]
-        if not set(map(type, given)) <= {float, int, NoneType}:
-            raise TypeError("a log-prob is not a number")
-        with np.errstate(over="ignore"):
-            logprobs = np.array(given, np.float64).astype(np.float32)
-    except (TypeError, KeyError, IndexError, OverflowError) as error:
-        raise WireError(field, f"expected [logprob, token_id, text] per token: {error}") from None
-    ids = parse_token_ids(field, reported)
-    if np.isnan(logprobs).any():
-        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
-    if len(wrong := np.flatnonzero(ids != token_ids)):
-        t = int(wrong[0])
-        raise WireError(field, f"got token {ids[t]} at position {t}, expected {token_ids[t]}, as in the {of}")
-    return logprobs
-
-
-def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
-    """Return the field `weight_version` as text, or None if the answer has no weight version."""
-    version = meta_info.get("weight_version")
-    if version is None:
-        return None
-    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
-    # argument `weight_version`, and the class does not convert this integer to text.
-    return str(version) if type(version) is int else read_text(meta_info, "weight_version")

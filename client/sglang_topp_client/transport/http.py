@@ -1,7 +1,7 @@
 """HTTP client of one server, built on aiohttp: send requests, stream answers, and raise HTTP errors.
 
 The client supports hundreds of generations at once. The client has no read timeout, because a generation may
-take an hour. The connection pool has no size limit, because `dispatch/failover.py` already limits the
+take an hour. The connection pool has no size limit, because `servers.py` already limits the
 calls in flight.
 
 The client uses aiohttp, because aiohttp has the fastest of the three connection pools that we compared. The
@@ -25,7 +25,7 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -56,7 +56,7 @@ from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 from sglang_topp_client.transport.trace_context import trace_headers
 
-__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
+__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url", "server_urls"]
 
 _CONNECT_TIMEOUT_S = 10.0
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
@@ -124,6 +124,24 @@ def check_key(name: str, key: Any) -> None:
         raise InvalidInputError(
             f"{name}: expected printable ASCII text without a space or line end around it"
         )
+
+
+def server_urls(name: str, urls: Any) -> list[str]:
+    """Check the URLs, and return them as a list with one URL per server.
+
+    Raises:
+        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
+    """
+    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
+        urls = [urls]
+    if not urls:
+        raise InvalidInputError(f"{name}: got none, expected at least one")
+    for url in urls:
+        check_url(name, url)
+    plain = [url.rstrip("/") for url in urls]
+    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
+        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
+    return list(urls)
 
 
 def check_url(name: str, value: Any) -> None:

@@ -3,10 +3,10 @@
 SGLang's `TokenizerManager._handle_batch_output` reads each message from the scheduler, and adds the new
 tokens to the answers. Three hooks add the sets of these tokens, in this order:
 
-1. `receive_entries` removes each token's `Entry` from the scheduler's message. An `Entry` holds the token's
-   set. The hook runs before `_handle_batch_output`.
-2. `write_meta_info` adds a request's new `Entry` objects to the request's `ResponseAccumulator`, which keeps
-   the sets until they are sent. The hook also records which token positions the next chunk of the answer
+1. `receive_sets` removes each request's new sets, a `SetBuffer`, from the scheduler's message. The hook runs
+   before `_handle_batch_output`.
+2. `write_meta_info` adds the new sets to the request's `ResponseAccumulator`, which keeps them until they are
+   sent. The hook also records which token positions the next chunk of the answer
    contains. The hook runs inside `_handle_batch_output`, and also when SGLang aborts a queued request.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk. An
    answer that is not streamed is one chunk.
@@ -18,6 +18,7 @@ Without the error, the answer would look like an answer to a request that asked 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any
 from sglang_topp import formats
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.disaggregation import fetch_prefill_sets
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
@@ -40,26 +42,37 @@ from sglang_topp_patches.scheduler_messages import (
     DISTRIBUTION,
     KEY,
     NUCLEUS,
-    PROMPT_KEY,
     SAMPLER,
     SETS,
     SOURCE,
-    Entry,
-    Positions,
     asking_field,
     from_sampler,
-    join,
 )
+from sglang_topp_patches.set_buffer import Positions, Problem
 
 __all__ = [
+    "CALLED",
     "answer_with_status",
     "merge_chunks",
-    "receive_entries",
+    "receive_sets",
     "write_last_chunk",
     "write_meta_info",
     "write_sets",
     "write_sets_of",
 ]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        "Know which fields of a chunk have one entry per token.",
+        ("meta_info", "last_output_offset"),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        "Abort a request that can only end as an error.",
+        ("rid",),
+    ),
+)
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
@@ -70,21 +83,24 @@ _PER_TOKEN = (
 )
 
 
-def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take sets out of a scheduler's message.
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output")
+def receive_sets(self: Any, recv_obj: Any) -> None:
+    """Take sets out of a scheduler's message.
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
-    nothing: list[tuple[()]] = [()] * len(recv_obj.rids)
     info = internals().take_customized_info(recv_obj)
-    entries, prompt_rows = info.pop(KEY, nothing), info.pop(PROMPT_KEY, nothing)
-    if entries is not nothing or prompt_rows is not nothing:
+    parts = info.pop(KEY, None)
+    if parts is not None:
         recv_obj.customized_info = info or None
-    ours = zip(getattr(recv_obj, "output_ids", nothing), entries, prompt_rows, strict=True)
-    # The event loop handles one scheduler message at a time, so `_ARRIVED` holds only that message's entries.
-    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
+    tokens = getattr(recv_obj, "output_ids", None) or [()] * len(recv_obj.rids)
+    # A request without a buffer has an empty list, or None for each of its tokens.
+    sent = [each[0] if each else None for each in parts or [()] * len(recv_obj.rids)]
+    # The event loop handles one scheduler message at a time, so `_ARRIVED` holds only what that one brought.
+    setattr(self, _ARRIVED, dict(zip(recv_obj.rids, zip(tokens, sent, strict=True), strict=True)))
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info", state=HttpProcess)
 def write_meta_info(
     process: HttpProcess,
     result: None,
@@ -96,7 +112,7 @@ def write_meta_info(
     return_text_in_logprobs: bool,
     **kwargs: Any,
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: add candidate sets to the answer."""
+    """Add candidate sets to the answer."""
     finished = meta_info["finish_reason"] is not None
     get = vars(state.obj).get
     field, base64 = asking_field(get), get(BASE64)
@@ -116,7 +132,10 @@ def write_meta_info(
         return
 
     accumulator = _accumulator(state)
-    accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), None)))
+    if accumulator.lacks_first and accumulator.question is None and accumulator.first_token_id is not None:
+        asking = fetch_prefill_sets.fetch_first_token(self.server_args, state, accumulator.first_token_id)
+        accumulator.question = asyncio.create_task(asking)
     if accumulator.has_failed and not finished:
         accumulator.is_aborted = True
         self.abort_request(state.obj.rid)
@@ -129,9 +148,10 @@ def write_meta_info(
     num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
-        first_entry = partial(accumulator.first_entry, problem)
-        token_id = accumulator.first_token_id
-        process.prefill_server.keep(self.server_args, state.obj, token_id, first_entry)
+        sets, token_id = accumulator.sets, accumulator.first_token_id
+        if problem:
+            sets.fail(Problem(problem))
+        process.prefill_server.keep(self.server_args, state.obj, token_id, sets)
     if problem:
         if finished:
             _fail(meta_info, f"{field}: {problem}", accumulator)
@@ -141,6 +161,11 @@ def write_meta_info(
     meta_info[KEY] = [start, accumulator.num_tokens]
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    state=HttpProcess,
+)
 def write_sets(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -150,7 +175,7 @@ def write_sets(
     state: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
+    """Write the sets into each chunk that is sent.
 
     If a client reads more slowly than the engine generates, SGLang omits some chunks, and the next chunk
     covers the tokens of the omitted chunks. The hook writes sets only into the chunks that SGLang sends to
@@ -162,16 +187,26 @@ def write_sets(
     return _with_sets(process, chunks, self, state)
 
 
+@after(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    until="0.5.23",
+)
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: set each error's HTTP status.
+    """Set each error's HTTP status.
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
     return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+    until="0.5.19",
+    state=HttpProcess,
+)
 def write_sets_of(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -179,7 +214,7 @@ def write_sets_of(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
+    """Write sets and error statuses.
 
     This hook combines `write_sets` and `answer_with_status`.
     """
@@ -214,20 +249,15 @@ async def _with_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     accumulator = _accumulator(state)
     abort = partial(self.abort_request, state.obj.rid)
-    accumulator.attach(current_call.get(), process.in_flight, abort)
-    asking = fetch_prefill_sets.open_question(self.server_args, state.obj)
-    async with aclosing(chunks), asking as question:
+    accumulator.attach(current_call.get(), process.in_flight)
+    async with aclosing(chunks):
         async for out in chunks:
-            accumulator.check_call()
             meta_info = out["meta_info"]
             reason = meta_info.get("finish_reason")
             if meta_info.get(KEY) is not None:
                 if accumulator.lacks_first:
-                    token_id = accumulator.first_token_id
-                    accumulator.add_first_token(
-                        await fetch_prefill_sets.fetch_first_token(question, state, token_id)
-                    )
-                    accumulator.check_call()
+                    assert accumulator.question is not None
+                    accumulator.add_first_token(await accumulator.question)
                 if problem := accumulator.check(None):
                     abort()
                     field = asking_field(vars(state.obj).get)
@@ -257,13 +287,14 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
         for name in _PER_TOKEN:
             if isinstance(meta_info.get(name), list):
                 meta_info[name] = meta_info[name][: max(stop, 1)]
-    positions = join(islice(accumulator.generated, start, stop))
+    first = accumulator.sets.first
+    positions = accumulator.sets.generated.positions(start - first, stop - first)
     if getattr(obj, NUCLEUS, False):
         slime_fields.write_nuclei(meta_info, positions)
     else:
         _write_our_fields(self, meta_info, state, accumulator, stop, positions)
     if is_incremental:
-        accumulator.forget(start, stop)
+        accumulator.forget(stop)
 
 
 def _write_our_fields(
@@ -278,11 +309,12 @@ def _write_our_fields(
     at_end = getattr(obj, AT_END, False)
     target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
     target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
-    if (stop or accumulator.prompt) and not refused(Feature.WEIGHT_VERSIONS):
-        target.update(accumulator.weight_spans.meta_info(stop))
+    sets, num_prompt = accumulator.sets, len(accumulator.sets.prompt)
+    if (stop or num_prompt) and not refused(Feature.WEIGHT_VERSIONS):
+        target.update(sets.weight_versions(stop))
     sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
-    if accumulator.prompt:
-        sides.append(("input", join(accumulator.prompt)))
+    if num_prompt:
+        sides.append(("input", sets.prompt.positions(0, num_prompt)))
     for side, positions in sides:
         if getattr(obj, BASE64, False):
             fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
@@ -298,10 +330,11 @@ def _accumulator(state: Any) -> ResponseAccumulator:
     return accumulator
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager._coalesce_streaming_chunks")
 def merge_chunks(
     result: dict[str, Any], self: Any, out_list: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: keep all sets of merged chunks."""
+    """Keep all sets of merged chunks."""
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
@@ -315,8 +348,9 @@ def merge_chunks(
     return result
 
 
+@around("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req")
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
-    """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
+    """Correct an aborted answer's last chunk.
 
     When SGLang retracts a running request, for example for a pause, the request goes back to the scheduler's
     queue. SGLang may already have streamed a part of the request's answer. If the request is aborted in the
@@ -371,7 +405,8 @@ def _write_top_k(meta_info: dict[str, Any], state: Any, start: int) -> None:
 
 
 def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumulator) -> None:
-    reason, refusal = meta_info.get("finish_reason") or {}, accumulator.refusal
+    reason, problem = meta_info.get("finish_reason") or {}, accumulator.sets.problem
+    refusal = problem if problem is not None and problem.is_refusal else None
     if refusal is None and reason.get("type") == "abort" and not accumulator.is_aborted:
         # The missing set is not the reason why the request was aborted, so report SGLang's reason.
         # If `reason` has no status, SGLang answers with 200, although sets are missing. So also report
@@ -388,7 +423,7 @@ def _fail(meta_info: dict[str, Any], message: str, accumulator: ResponseAccumula
     }
 
 
-def _error_type(refusal: Entry | None) -> str:
+def _error_type(refusal: Problem | None) -> str:
     if refusal is None:
         return "InternalServerError"
     return "ServiceUnavailable" if refusal.status == HTTPStatus.SERVICE_UNAVAILABLE else "BudgetExceeded"

@@ -1,8 +1,4 @@
-"""Append the candidate set of each new token to the `customized_info` of the token's request.
-
-SGLang sends a request's `customized_info` from the scheduler to the HTTP process. The module
-`scheduler_messages` of this package defines the entries that this module appends.
-"""
+"""Append the candidate sets of new tokens to their request's `SetBuffer` in `customized_info`."""
 
 from __future__ import annotations
 
@@ -10,18 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.scheduler.request_budget import charge, end_without_set
-from sglang_topp_patches.scheduler_messages import KEY, Entry, PackedSet
+from sglang_topp_patches.scheduler.request_budget import buffer_of, charge, end_without_set
+from sglang_topp_patches.set_buffer import PackedSet
 
-__all__ = ["add_entries", "lowest_logprob"]
+__all__ = ["STREAM_OUTPUT", "STREAM_OUTPUT_BEFORE_0_5_13", "add_sets", "lowest_logprob"]
+
+STREAM_OUTPUT = (
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+)
+"""SGLang's function that sends new tokens, with `customized_info`, in SGLang 0.5.13 and later."""
+
+STREAM_OUTPUT_BEFORE_0_5_13 = (
+    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.stream_output"
+)
 
 
-def add_entries(
+def add_sets(
     req: Any, output_index: int, found: Sequence[tuple[PackedSet | None, str]], weight_version: str
 ) -> None:
-    """Append one `Entry` for each new token to a request's `customized_info`.
-
-    If a token's set is missing, the token's `Entry` holds the reason, and the request ends with an error.
+    """Append the sets of a request's new tokens. If one is missing, the request ends with an error.
 
     Args:
         req: SGLang's `Req`.
@@ -30,19 +33,21 @@ def add_entries(
             missing.
         weight_version: the version of the weights that drew the tokens.
     """
-    if req.customized_info is None:
-        req.customized_info = {}
-    entries = req.customized_info.setdefault(KEY, [])
-    # After SGLang retracts a request whose prompt consists of embeddings, SGLang generates the whole output
-    # again. Drop the sets of the tokens that SGLang generated before the retraction.
-    del entries[output_index:]
-    skipped = output_index - len(entries)
-    entries += [Entry(None, "a token became visible without passing through the sampler")] * skipped
-    entries += [Entry(each, problem, weight_version=weight_version) for each, problem in found]
-    if skipped > 0 or any(problem for _, problem in found):
-        end_without_set(req)
-    else:
-        charge(req, sum(len(each[0]) // 4 for each, _ in found if each is not None), len(found))
+    buffer = buffer_of(req)
+    if output_index < buffer.end:
+        # After SGLang retracts a request whose prompt consists of embeddings, SGLang generates the whole
+        # output again. Drop the sets of the tokens that SGLang generated before the retraction.
+        buffer.truncate(output_index)
+    elif output_index > buffer.end:
+        found = [(None, "a token became visible without passing through the sampler")]
+        output_index = buffer.end
+    candidates = 0
+    for index, (packed, problem) in enumerate(found, output_index):
+        if packed is None:
+            return end_without_set(req, f"no candidate set at position {index}: {problem}")
+        buffer.append(packed, weight_version)
+        candidates += len(packed[0]) // 4
+    charge(req, candidates, len(found))
 
 
 def lowest_logprob() -> float | None:

@@ -21,29 +21,47 @@ adds the set of each remaining token to the token's request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.scheduler import gpu_staging, sampler_candidates
-from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
+from sglang_topp_patches.scheduler.customized_info import (
+    STREAM_OUTPUT,
+    STREAM_OUTPUT_BEFORE_0_5_13,
+    add_sets,
+    lowest_logprob,
+)
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
-from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, PackedSet
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet
 
-__all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
+__all__ = ["CALLED", "GeneratedSets", "attach_logprobs", "compute_logprobs", "sample", "trim_after_sending"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.auxiliary_output.CommittedTokens",
+        "Know which tokens became visible.",
+        keywords=("output_index", "token_ids"),
+        since="0.5.20",
+    ),
+)
 
 
+@around("sglang.srt.model_executor.model_runner.ModelRunner.sample")
 def sample(
     original: Callable[..., torch.Tensor], self: Any, logits_output: Any, forward_batch: Any
 ) -> torch.Tensor:
-    """Extract a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
+    """Extract a pass's sets and attach them to its output."""
     logits = logits_output.next_token_logits
     if logits is not None and gpu_staging.is_staged(logits):
         gpu_staging.warm_up(logits.shape[1], logits.dtype, logits.device)
@@ -65,6 +83,7 @@ def sample(
     return next_token_ids
 
 
+@around("sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs", since="0.5.16")
 def compute_logprobs(
     original: Callable[..., Any],
     self: Any,
@@ -73,7 +92,7 @@ def compute_logprobs(
     token_ids_logprobs: list[Any],
     batch_next_token_ids: torch.Tensor,
 ) -> Any:
-    """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
+    """Extract the sets of a pass.
 
     The hook extracts the sets before it calls the hooked function, because the hooked function replaces
     log-probs of -inf in place.
@@ -82,6 +101,7 @@ def compute_logprobs(
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
 
 
+@around("sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output", until="0.5.16")
 def attach_logprobs(
     original: Callable[..., None],
     self: Any,
@@ -92,7 +112,7 @@ def attach_logprobs(
     sampling_info: Any,
     batch_next_token_ids: torch.Tensor,
 ) -> None:
-    """Extract a pass's sets on SGLang before 0.5.16: AROUND hook on `Sampler._attach_logprobs_to_output`."""
+    """Extract a pass's sets on SGLang before 0.5.16."""
     _take(logprobs, batch_next_token_ids)
     original(
         self,
@@ -155,67 +175,46 @@ class GeneratedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append the set of each new token to the `customized_info` of the token's request.
-
-        `customized_info` is SGLang's field for extra results. Each token's set is in an `Entry`, a message to
-        the HTTP process (`scheduler_messages`).
+        """Append the set of each new token to its request's `SetBuffer`.
 
         A row's set does not match the new token in three cases: the row now belongs to another request,
-        SGLang replaced the sampled token, or the scheduler step added several tokens. If the set does not
-        match the token, the `Entry` holds the problem instead of the set, and the request ends with an error.
+        SGLang replaced the sampled token, or the scheduler step added several tokens. The request then ends
+        with an error.
         """
-        packed, problems = self._by_row()
+        drawn = [-1 if commit is None else commit.token_ids[0] for commit in commits]
+        found: dict[int, tuple[PackedSet | None, str]] = {}
+        for sets, rows in ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn)):
+            if sets is None:
+                continue
+            on_host = sets.on_host()
+            tokens = [drawn[row] if row < len(drawn) else -1 for row in rows]
+            is_member = on_host.contains(tokens)
+            for i, (row, packed) in enumerate(zip(rows, on_host.packed_sets(), strict=False)):
+                if i in on_host.problems:
+                    found[row] = None, on_host.problems[i]
+                elif is_member[i]:
+                    found[row] = packed, ""
+                elif row in self.rows.drawn or self.rows.thresholds[row]:
+                    found[row] = None, f"token {tokens[i]} replaced the sampled one after its set was taken"
+        missing = (None, "SGLang sampled without reporting log-probs")
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is None or not self.rows.asks(row) or is_refused(req):
                 continue
-            problem = problems.get(row) or self._problem(row, req.rid, commit.token_ids, packed)
-            candidates = None if problem else packed[row]
-            add_entries(req, commit.output_index, [(candidates, problem)], self.weight_version)
-
-    def _by_row(self) -> tuple[dict[int, PackedSet], dict[int, str]]:
-        """Return the set of each row that has one, and the reason for each row whose set is missing."""
-        packed: dict[int, PackedSet] = {}
-        problems: dict[int, str] = {}
-        by_rule = ((self.sets, range(len(self.rows.thresholds))), (self.drawn, self.rows.drawn))
-        for sets, rows in by_rule:
-            if sets is None:
-                continue
-            found = sets.on_host()
-            packed.update(zip(rows, found.packed_sets(), strict=False))
-            problems.update({rows[i]: problem for i, problem in found.problems.items() if i < len(rows)})
-        return packed, problems
-
-    def _problem(
-        self, row: int, request_id: str, token_ids: tuple[int, ...], packed: Mapping[int, PackedSet]
-    ) -> str:
-        if row not in packed:
-            return "SGLang sampled without reporting log-probs"
-        if request_id != self.rows.request_ids[row]:
-            return f"row {row} was sampled for request {self.rows.request_ids[row]}"
-        if len(token_ids) != 1:
-            return f"{len(token_ids)} tokens became visible in one step"
-        if token_ids[0] not in np.frombuffer(packed[row][0], np.int32):
-            return f"token {token_ids[0]} replaced the sampled one after its set was taken"
-        return ""
+            one = found.get(row, missing)
+            if req.rid != self.rows.request_ids[row]:
+                one = None, f"row {row} was sampled for request {self.rows.request_ids[row]}"
+            elif len(commit.token_ids) != 1:
+                one = None, f"{len(commit.token_ids)} tokens became visible in one step"
+            add_sets(req, commit.output_index, (one,), self.weight_version)
 
 
-def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
-
-    The list `customized_info[KEY]` of a request has one `Entry` per generated token. When the hook runs,
-    SGLang has sent the elements below index `send_token_offset` of this list. Without the hook, the sent sets
-    would stay in memory until SGLang frees the request.
-    """
+@after(STREAM_OUTPUT, since="0.5.13", state=SchedulerProcess)
+@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13", state=SchedulerProcess)
+def trim_after_sending(
+    process: SchedulerProcess, result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Return memory to the OS after a request with large sets was sent."""
     for req in reqs:
-        if req.finished_output:
-            close_account(req)
-        info = req.customized_info
-        if not info:
-            continue
-        entries = info.get(KEY, [])
-        last = min(req.send_token_offset, len(entries)) - 1
-        while last >= 0 and entries[last] is not None:
-            entries[last] = None
-            last -= 1
-        if req.finished_output or (req.stream and req.send_token_offset):
-            info.pop(PROMPT_KEY, None)
+        buffer = (req.customized_info or {}).get(KEY) if req.finished_output else None
+        if buffer is not None and buffer.num_candidates * 8 >= LARGE_BYTES:
+            process.trimmer.trim_soon()

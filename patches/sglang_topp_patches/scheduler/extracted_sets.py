@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sglang_topp_patches.scheduler_messages import PackedSet, pack_set
+from sglang_topp_patches.set_buffer import PackedSet, pack_set
 
 __all__ = ["ExtractedSets"]
 
@@ -54,6 +56,16 @@ class ExtractedSets:
     def on_host(self) -> ExtractedSets:
         """Return this object, whose tensors must already be on the host."""
         return self
+
+    def contains(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        """Return whether each row's set contains the row's token. The tensors must already be on the host."""
+        ids, offsets = self.token_ids.numpy(), self.offsets.numpy()
+        wanted = np.full(self.num_rows, -1, np.int64)
+        wanted[: len(tokens)] = tokens[: self.num_rows]
+        hits = np.flatnonzero(ids == wanted.repeat(np.diff(offsets)))
+        found = np.zeros(self.num_rows, np.bool_)
+        found[np.searchsorted(offsets, hits, "right") - 1] = True
+        return found
 
     def packed_sets(self) -> list[PackedSet]:
         """Return each row's set as a `PackedSet`. The tensors of this object must already be on the host."""

@@ -13,9 +13,11 @@ requests that ask for sets then end with an error.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params, from_sampler
@@ -53,7 +55,11 @@ class RequestedRows:
 
     def asks(self, row: int) -> bool:
         """Return whether the request at index `row` of the batch asks for sets."""
-        return row < len(self.thresholds) and (self.thresholds[row] > 0 or row in self.drawn)
+        return row in self._asking
+
+    @cached_property
+    def _asking(self) -> frozenset[int]:
+        return frozenset([*self.drawn, *(row for row, p in enumerate(self.thresholds) if p)])
 
 
 @dataclass
@@ -77,10 +83,11 @@ class TopLogprobsNums(list[int]):
     forward_pass: ForwardPass
 
 
+@after("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", state=SchedulerProcess)
 def note_requested_rows(
     process: SchedulerProcess, forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
+    """Record the rows that ask for sets.
 
     The rows of the pass are in the order of the batch's requests.
     """

@@ -32,23 +32,25 @@ from torch import Tensor
 
 from sglang_topp.nucleus.host_to_device import to_device
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
+from sglang_topp_patches.hooks import around
+from sglang_topp_patches.scheduler.customized_info import add_sets, lowest_logprob
 from sglang_topp_patches.scheduler.extraction import Sets, extract, extract_support
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, requested_rows
-from sglang_topp_patches.scheduler_messages import PackedSet
+from sglang_topp_patches.set_buffer import PackedSet
 
 __all__ = ["VerifiedSets", "compute_logprobs", "sample"]
 
 _FIELD = "sglang_topp_verification"
 
 
+@around("sglang.srt.speculative.eagle_utils.eagle_sample", since="0.5.15")
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the tokens that a verification drew or could draw: AROUND hook on `eagle_sample`."""
+    """Record the tokens that a verification drew or could draw."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -62,6 +64,19 @@ def sample(
     return result
 
 
+@around("sglang.srt.layers.logprob_processor.compute_spec_logprobs", since="0.5.18", state=SchedulerProcess)
+@around(
+    "sglang.srt.layers.logprob_processor.compute_spec_v2_logprobs",
+    since="0.5.16",
+    until="0.5.18",
+    state=SchedulerProcess,
+)
+@around(
+    "sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs",
+    since="0.5.15",
+    until="0.5.16",
+    state=SchedulerProcess,
+)
 def compute_logprobs(
     process: SchedulerProcess,
     original: Callable[..., None],
@@ -71,7 +86,7 @@ def compute_logprobs(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Extract a verification's sets: AROUND hook on `compute_spec_logprobs` and `compute_spec_v2_logprobs`.
+    """Extract a verification's sets.
 
     Some speculative algorithms call `compute_spec_logprobs` or `compute_spec_v2_logprobs` with tokens that
     `eagle_sample` did not draw. A token that `eagle_sample` did not draw gets no set, and the token's request
@@ -257,13 +272,11 @@ class VerifiedSets:
         )
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append one `Entry` per new token to the `customized_info` of each request that asks for sets.
-
-        An `Entry` (`scheduler_messages`) holds a token's set, or the reason why the set is missing.
+        """Append the set of each new token to its request's `SetBuffer`.
 
         SGLang may append only some of the accepted tokens, because a stop condition or a grammar can end the
-        request earlier. The n-th appended token must equal the request's n-th accepted token. If these two
-        tokens differ, the `Entry` of the appended token holds the problem instead of a set.
+        request earlier. The n-th appended token must equal the request's n-th accepted token. If they differ,
+        the request ends with an error.
         """
         by_place = dict(zip(self.asking, range(len(self.asking)), strict=True))
         found = self._by_slot()
@@ -285,7 +298,7 @@ class VerifiedSets:
                 entries.append((None if problem else packed_set, problem))
             missing = len(commit.token_ids) - len(entries)
             entries += [(None, "a token became visible without being verified")] * missing
-            add_entries(req, commit.output_index, entries, self.weight_version)
+            add_sets(req, commit.output_index, entries, self.weight_version)
 
     def _by_slot(self) -> list[tuple[PackedSet | None, str]]:
         """Return one pair per slot of the verification: `(set, "")`, or `(None, reason)` without a set."""

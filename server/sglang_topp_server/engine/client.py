@@ -25,7 +25,7 @@ from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits.unsent_samples_memory import MemoryShare, num_bytes_of
+from sglang_topp_server.limits import MemoryShare, num_bytes_of
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import RolloutsBody
 
@@ -111,6 +111,10 @@ class EngineClient:
         if not self._has_been_ready or self.status.model is None:
             raise ServerError(self.status.reason, status=503)
         return self.status.model
+
+    async def weight_version(self) -> str | None:
+        """Return the version of the engine's weights, or None if the engine doesn't answer."""
+        return await self._probe.weight_version()
 
     async def _generate_one(self, timeout_s: float) -> None:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""

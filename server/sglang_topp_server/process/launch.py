@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
 from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE
-from sglang_topp_server.process.sidecar_settings import Settings
 from sglang_topp_server.process.uvicorn_server import Server
+from sglang_topp_server.settings import Settings
 
 __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.http.slime_fields import nucleus_threshold, write_nuclei
-from sglang_topp_patches.scheduler_messages import Positions
+from sglang_topp_patches.set_buffer import Positions
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from sglang_topp import nucleus
-from sglang_topp.nucleus import reference
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.memory.budget import Budget
 from sglang_topp_patches.scheduler import (
     customized_info,
     extract_generated_sets,
@@ -37,10 +36,11 @@ from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from sglang_topp_patches.scheduler_messages import KEY
 from tests.fake_gpu import forbid_waits, gpu
+from tests.nucleus import reference
 
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 VOCAB = 300
 PROCESSOR = SimpleNamespace(enable_fast_input_logprobs=False)
 BOTH = pytest.mark.parametrize("staged_per_row", [256, 1], ids=["all fit", "few fit"])
@@ -131,8 +131,8 @@ def test_settled_sets_are_whole_and_on_the_device() -> None:
 @BOTH
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("rule", ["threshold", "sampler"])
-def test_only_the_rows_that_ask_are_kept_and_counted(rule: str) -> None:
-    process = SchedulerProcess(limits := InFlight(1 << 20))
+def test_only_the_rows_that_ask_are_kept(rule: str) -> None:
+    process = SchedulerProcess()
     logprobs, sampled = logprobs_of(5), torch.tensor([1, 2, 3, 4, 5])
     with gpu():
         there, drawn = logprobs.to("cuda"), sampled.to("cuda")
@@ -141,19 +141,14 @@ def test_only_the_rows_that_ask_are_kept_and_counted(rule: str) -> None:
         with forbid_waits():
             if rule == "threshold":
                 sets = extract(process, there, [0.0, 1.0, 0.0, 1.0, 0.0], drawn)
-                num_bytes = 2 * VOCAB * 4
             else:
                 sets = extract_support(process, there, rows, is_drawn, None, drawn)
-                num_bytes = 2 * VOCAB * (4 + 1)
-        assert limits.total == num_bytes // 8
         whole = weakref.ref(there)
         del there
         assert whole() is None
         copied = sets.map(on_host)
         del sets
-        assert limits.total == num_bytes // 8
         got = copied.on_host()
-        assert limits.total == 0
     packed = got.packed_sets()
     if rule == "threshold":
         assert packed[0] == packed[2] == packed[4] == (b"", b"")
@@ -161,20 +156,14 @@ def test_only_the_rows_that_ask_are_kept_and_counted(rule: str) -> None:
     assert packed == [*by_the_cpu(logprobs[1], 1.0, 2), *by_the_cpu(logprobs[3], 1.0, 4)]
 
 
-def test_a_pass_that_is_dropped_counts_no_more() -> None:
-    process = SchedulerProcess(limits := InFlight(1 << 20))
-    with gpu():
-        sets = extract(process, logprobs_of(2).to("cuda"), [0.9, 0.5], torch.tensor([1, 2]).to("cuda"))
-        assert limits.total > 0
-        del sets
-    assert limits.total == 0
-
-
 def request(rid: str) -> Any:
     return SimpleNamespace(
         rid=rid,
         customized_info=None,
         is_retracted=False,
+        input_embeds=None,
+        origin_input_ids=[],
+        logprob_start_len=0,
         sampling_params=SimpleNamespace(),
         sglang_topp_weights=Weights(0, "7"),
     )
@@ -193,7 +182,7 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     logprobs, sampled = logprobs_of(4), torch.tensor([3, 1, 4, 1])
     weights = torch.where(logprobs > -6.0, logprobs.exp(), 0)
     rows = RequestedRows(tuple("abcd"), (0.9, 0.0, 0.0, 0.0), drawn=(1, 2), greedy=frozenset({2}))
-    process = SchedulerProcess(InFlight(1 << 20))
+    process = SchedulerProcess()
     with gpu():
         there, drawn, weights_there = logprobs.to("cuda"), sampled.to("cuda"), weights.to("cuda")
         drawing = sampler_candidates.Drawing(rows.drawn, rows.greedy)
@@ -218,13 +207,12 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         weights_there.zero_()
         requests = [request(rid) for rid in "abcd"]
         output.consume(SimpleNamespace(reqs=requests), [committed(token) for token in sampled.tolist()])
-    entries = [req.customized_info and req.customized_info[KEY][0] for req in requests]
-    assert entries[3] is None
-    assert not any(entry.problem for entry in entries[:3])
-    assert [entries[0].candidates] == by_the_cpu(logprobs[0], 0.9, 3)
+    assert requests[3].customized_info is None
+    found = [req.customized_info[KEY].generated.sets()[0] for req in requests[:3]]
+    assert [found[0]] == by_the_cpu(logprobs[0], 0.9, 3)
     ids, values, _ = reference.support_candidates(logprobs[1:2], weights[1:2], sampled_ids=[1])
-    assert entries[1].candidates == (ids.numpy().tobytes(), values.numpy().tobytes())
-    assert len(entries[2].candidates[0]) == 4
+    assert found[1] == (ids.numpy().tobytes(), values.numpy().tobytes())
+    assert len(found[2][0]) == 4
     assert process.staging.rows_staged == 3
     assert (process.staging.rows_taken_again > 0) == (gpu_staging.budget().staged_candidates_per_row == 1)
 
@@ -233,12 +221,12 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("is_greedy", [False, True], ids=["sampled", "greedy"])
 def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_greedy: bool) -> None:
-    """Five requests, from SGLang's verification to their entries.
+    """Five requests, from SGLang's verification to their sets.
 
     Only the device knows how many tokens each request accepted. One request does not ask.
     """
     monkeypatch.setattr(customized_info, "charge", lambda *args: None)
-    process = SchedulerProcess(limits := InFlight(1 << 24))
+    process = SchedulerProcess()
     monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     monkeypatch.setattr(type(internals()), "answers_requests", lambda self: True)
     fields: list[dict[str, Any]] = [
@@ -288,24 +276,23 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
             Committed(0, tuple(tokens.view(5, width)[row, :count].tolist())) for row, count in enumerate(lens)
         ]
         copied.consume(SimpleNamespace(reqs=requests), commits)
-    assert limits.total == 0
     assert process.staging.rows_staged <= 4 * width, "only the requests that ask are staged"
     for row, (req, each) in enumerate(zip(requests, fields, strict=True)):
         if not each:
             assert req.customized_info is None
             continue
-        found = req.customized_info[KEY]
-        assert [entry.problem for entry in found] == [""] * lens[row]
-        for entry, at in zip(found, range(row * width, row * width + lens[row]), strict=True):
+        found = req.customized_info[KEY].generated.sets()
+        assert len(found) == lens[row]
+        for (token_ids, _), at in zip(found, range(row * width, row * width + lens[row]), strict=True):
             token = int(tokens[at])
             if p := each.get("top_logprobs_p"):
                 expected = by_the_cpu(torch.log_softmax(logprobs[at], -1), p, token)
-                assert np.frombuffer(entry.candidates[0], np.int32).tolist() == (
+                assert np.frombuffer(token_ids, np.int32).tolist() == (
                     np.frombuffer(expected[0][0], np.int32).tolist()
                 )
             else:
                 support = {token} if is_greedy else set(probs[at].nonzero().flatten().tolist())
-                assert set(np.frombuffer(entry.candidates[0], np.int32).tolist()) == support
+                assert set(np.frombuffer(token_ids, np.int32).tolist()) == support
 
 
 def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
@@ -366,7 +353,7 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
         assert len(under_way) == min(2, -(-9 // chunk))
         requests = [request(rid) for rid in "ab"]
         output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [packed_set for req in requests for packed_set in list(req.customized_info[PROMPT_KEY])[1:]]
+    found = [packed_set for req in requests for packed_set in req.customized_info[KEY].prompt.sets()]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)

@@ -11,10 +11,11 @@ import torch
 
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0518, take
-from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import Outputs, SentOnce
+from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import Outputs
 from sglang_topp_patches.scheduler import host_copy_before_0_5_19
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import SetBuffer
 
 
 class Output:
@@ -130,30 +131,18 @@ def test_several_outputs_of_a_pass_are_consumed_in_order(result: Any) -> None:
     assert [output.consumed for output in (first, second, third)] == [[[None]]] * 3
 
 
-def test_a_prompts_rows_go_out_whole_and_once() -> None:
-    rows = SentOnce()
-    rows += ["a", "b", "c"]
-    assert rows[1] == "b"
-    sent = rows[2:3]
-    assert rows[0:9] == []
-    # A request without prompt rows arrives with None for each of its tokens, which SGLang fills in.
-    columns = {PROMPT_KEY: [[None] * 14, sent, []], "theirs": [[1], [2], [3]]}
-    arrived = Sglang0514().take_customized_info(SimpleNamespace(customized_info=columns))
-    assert arrived == {PROMPT_KEY: [[], ["a", "b", "c"], []], "theirs": [[1], [2], [3]]}
-
-
-def test_entries_of_some_requests_arrive_with_those_requests() -> None:
+def test_sets_of_some_requests_arrive_with_those_requests() -> None:
     """SGLang 0.5.12 sends, for each key, a list with only the requests that have it."""
-    reqs = [request(), request(), request(), request()]
-    reqs[1].customized_info = {KEY: ["entry"], "theirs": [1]}
-    reqs[3].customized_info = {PROMPT_KEY: ["row"]}
+    reqs = [request() for _ in range(4)]
+    ours = SetBuffer()
+    ours.append((b"abcd", b"efgh"), "7")
+    reqs[1].customized_info = {KEY: ours, "theirs": [1]}
     Sglang0514().align(reqs)
-    assert [req.customized_info[KEY] for req in reqs] == [[], ["entry"], [], []]
-    assert [req.customized_info[PROMPT_KEY] for req in reqs] == [[], [], [], ["row"]]
+    assert [len(req.customized_info[KEY][0:1]) for req in reqs] == [0, 1, 0, 0]
     assert "theirs" not in reqs[0].customized_info
 
 
-def test_requests_without_entries_stay_as_they_are() -> None:
+def test_requests_without_sets_stay_as_they_are() -> None:
     reqs = [request(), request()]
     reqs[1].customized_info = {"theirs": [1]}
     Sglang0514().align(reqs)

@@ -14,7 +14,8 @@ from torch import Tensor
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.scheduler import customized_info, speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler_messages import Entry
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import PackedSet
 from tests.skip_missing_features import skip_without
 from tests.speculative.run_eagle_sample import (
     CHAIN,
@@ -26,6 +27,7 @@ from tests.speculative.run_eagle_sample import (
     commit,
     ids_of,
     logprobs_of,
+    problem_of,
     request,
     verify,
 )
@@ -81,11 +83,11 @@ def test_every_accepted_token_has_the_set_of_its_node(tree: Tree, seed: int) -> 
         check_row(verified, row, found, logits[row] / TEMPERATURES[row])
 
 
-def check_row(verified: Verified, row: int, found: list[Entry], logits: Tensor) -> None:
+def check_row(verified: Verified, row: int, found: list[PackedSet], logits: Tensor) -> None:
     fields, tokens = MIXED[row], verified.tokens[row]
     assert len(found) == len(tokens)
+    assert verified.reqs[row].customized_info[KEY].spans == [("7", len(tokens))]
     for slot, (entry, token, node) in enumerate(zip(found, tokens, verified.nodes[row], strict=True)):
-        assert entry.weight_version == "7"
         logprobs = torch.log_softmax(logits[node], -1)
         assert verified.probs is not None
         support = set(verified.probs[row, node].nonzero().flatten().tolist())
@@ -128,11 +130,9 @@ def test_token_outside_of_its_support_is_an_error(fields: dict[str, Any]) -> Non
     verified = verify(reqs, logits, coins=0.0, accepts_zero_mass=True)
     assert [tokens[:2] for tokens in verified.tokens] == [[1, 2]] * 3
     first, second, third = commit(verified)
-    assert not first[0].problem
-    assert first[1].problem == "verification drew token 2, which is outside of its support"
-    assert first[1].candidates is None
-    assert not any(entry.problem for entry in second)
-    assert third == []
+    words = "no candidate set at position 1: verification drew token 2, which is outside of its support"
+    assert [problem_of(verified, row) for row in range(3)] == [words, "", ""]
+    assert [len(found) > 0 for found in (first, second, third)] == [False, True, False]
 
 
 def test_drawn_tokens_follow_the_sets() -> None:
@@ -181,9 +181,10 @@ def test_sampled_request_that_is_verified_greedily_is_an_error(monkeypatch: pyte
     utils = importlib.import_module("sglang.srt.speculative.eagle_utils")
     monkeypatch.setattr(utils, "_is_hip", True)
     reqs = [request("a", top_logprobs_p=0.9), request("b", top_k=1, top_logprobs_p=0.9)]
-    sampled, greedy = commit(verify(reqs, logits_of(2, CHAIN)))
-    assert "does not show what it drew from" in sampled[0].problem
-    assert not any(entry.problem for entry in greedy)
+    verified = verify(reqs, logits_of(2, CHAIN))
+    assert [len(found) > 0 for found in commit(verified)] == [False, True]
+    assert "does not show what it drew from" in problem_of(verified, 0)
+    assert not problem_of(verified, 1)
 
 
 def one_verification() -> Verified:
@@ -205,18 +206,17 @@ def test_only_committed_tokens_get_sets(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("committed", "problems"),
+    ("committed", "problem"),
     [
-        ((1, 8, 3), ["", "token 8 became visible, and verification drew 2", ""]),
-        ((1, 2, 3, 4, 9, 7), [""] * 5 + ["a token became visible without being verified"]),
+        ((1, 8, 3), "position 1: token 8 became visible, and verification drew 2"),
+        ((1, 2, 3, 4, 9, 7), "position 5: a token became visible without being verified"),
     ],
 )
-def test_committed_tokens_are_the_drawn_ones(committed: tuple[int, ...], problems: list[str]) -> None:
+def test_committed_tokens_are_the_drawn_ones(committed: tuple[int, ...], problem: str) -> None:
     verified = one_verification()
     commits = [Committed(0, committed), None]
     verified.output.consume(SimpleNamespace(reqs=verified.reqs), commits)
-    found = verified.reqs[0].customized_info["sglang_topp"]
-    assert [entry.problem for entry in found] == problems
+    assert problem_of(verified, 0) == f"no candidate set at {problem}"
     assert verified.reqs[0].stream, "the request ends with what it has"
     assert verified.reqs[1].customized_info is None
 
@@ -224,8 +224,8 @@ def test_committed_tokens_are_the_drawn_ones(committed: tuple[int, ...], problem
 def test_rows_that_moved_are_errors() -> None:
     verified = one_verification()
     verified.reqs[0].rid = "another"
-    (first, *_), _ = commit(verified)
-    assert first.problem == "row 0 was verified for request a"
+    commit(verified)
+    assert problem_of(verified, 0).endswith("position 0: row 0 was verified for request a")
 
 
 def test_tokens_of_another_verification_get_nothing() -> None:

@@ -97,14 +97,6 @@ class Internals(Protocol):
             logits: float [R, V], the logits of R rows over the V tokens of the vocabulary.
         """
 
-    def prompt_rows(self) -> list[Any]:
-        """Return an empty list, which the scheduler fills with a prompt's candidate sets.
-
-        The scheduler puts the list into a request's `customized_info`. SGLang would split a plain Python list
-        by token position, and send each part with its tokens. The returned list is of a special type, which
-        SGLang sends to the HTTP process as a whole, in one message.
-        """
-
     def align(self, reqs: Sequence[Any]) -> None:
         """Add missing keys to `customized_info`, so that all `reqs` have the same keys.
 

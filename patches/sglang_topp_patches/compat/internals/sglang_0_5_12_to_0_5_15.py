@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0516
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
+from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import SetBuffer
 
 __all__ = ["Sglang0512", "Sglang0513", "Sglang0514", "Sglang0515"]
 
@@ -31,22 +32,19 @@ class Sglang0514(Sglang0515):
     """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have it."""
 
     def align(self, reqs: Sequence[Any]) -> None:
-        """If a request has a key of candidate sets in `customized_info`, add that key to all requests.
-
-        `KEY` and `PROMPT_KEY` are the keys of candidate sets.
+        """If a request has a `SetBuffer`, give one to every request.
 
         SGLang sends the values of a `customized_info` key only for the requests that have the key. SGLang's
         `TokenizerManager` looks up each request's value by the request's position in the whole batch. If one
         request lacked the key, SGLang would give some requests the values of other requests.
         """
-        keys = {key for req in reqs for key in (req.customized_info or ()) if key in (KEY, PROMPT_KEY)}
-        for req in reqs if keys else ():
-            info = req.customized_info = req.customized_info or {}
-            for key in keys:
-                info.setdefault(key, [])
+        if any(req.customized_info and KEY in req.customized_info for req in reqs):
+            for req in reqs:
+                req.customized_info = req.customized_info or {}
+                req.customized_info.setdefault(KEY, SetBuffer())
 
-    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
-        # Up to SGLang 0.5.14, the scheduler's message holds `customized_info` itself instead of a pickle.
+    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
+        """Return the field itself, which is no pickle up to SGLang 0.5.14."""
         return getattr(recv_obj, "customized_info", None) or {}
 
 

@@ -14,9 +14,38 @@ from typing import Any
 
 import torch
 
-from sglang_topp_patches.scheduler_messages import PROMPT_KEY
+from sglang_topp_patches.hooks import Seam
 
-__all__ = ["Outputs", "SentOnce", "Sglang0519", "Sglang0520", "Sglang0521", "Sglang0523"]
+__all__ = ["CALLED", "Outputs", "Sglang0519", "Sglang0520", "Sglang0521", "Sglang0523"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
+        "Copy the sets to the host with SGLang's own results.",
+        ("current", "output"),
+        since="0.5.20",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        "Rely on a new weight version only between two passes.",
+        ("new_version",),
+        since="0.5.19",
+    ),
+    Seam("sglang.srt.runtime_context.get_serving", "Read the weight version.", since="0.5.19"),
+    Seam("sglang.srt.runtime_context.get_exec", "Read which backend samples.", since="0.5.20"),
+    Seam(
+        "sglang.srt.layers.logprob_processor.compute_row_log_normalizer",
+        "Compute prompt log-probs as SGLang does.",
+        ("logits",),
+        since="0.5.18",
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        "Read on the host which rows of a pass score prompt tokens.",
+        keywords=("input_logprob_indices_cpu",),
+        since="0.5.21",
+    ),
+)
 
 _KERNEL = "tree_speculative_sampling_target_only"
 _PACKAGE = "sgl_kernel"
@@ -106,34 +135,10 @@ class Sglang0523:
         logprobs: torch.Tensor = (logits.float() - row_max[:, None]) - row_log_sum[:, None]
         return logprobs
 
-    def prompt_rows(self) -> list[Any]:
-        """Return a `SentOnce`, a list that SGLang sends to the HTTP process once and as a whole.
-
-        SGLang 0.5.22 and later can also send a plain list once per request
-        (`is_request_level_customized_info_key`). The patch set does not use this feature, because without
-        streaming, SGLang would send the plain list only when the request finishes. A pause can move a running
-        request back to the waiting queue. If the request is then aborted in the queue, it does not finish.
-        The HTTP process may already have tokens of this request, because the scheduler sends new tokens after
-        every 50 tokens, even without streaming. The answer would then have tokens, but no sets of the prompt.
-        """
-        return SentOnce()
-
     def align(self, reqs: Sequence[Any]) -> None:
         """Do nothing, because SGLang 0.5.15 and later deliver `customized_info` to the right request."""
 
     def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return a scheduler message's `customized_info`, with one flat list of prompt sets per request."""
-        info = self._arrived(recv_obj)
-        if PROMPT_KEY in info:
-            # If a request has no list under `PROMPT_KEY`, SGLang sends None for each of the request's new
-            # tokens.
-            info[PROMPT_KEY] = [
-                [row for whole in entries if whole is not None for row in whole]
-                for entries in info[PROMPT_KEY]
-            ]
-        return info
-
-    def _arrived(self, recv_obj: Any) -> dict[str, Any]:
         """Unpickle and return the field `customized_info` of a scheduler message."""
         from sglang.srt.managers.io_struct import unwrap_from_pickle
 
@@ -146,24 +151,6 @@ class Sglang0523:
     def skips_tokenizer(self, manager: Any) -> bool:
         """Read the manager's attribute `skip_tokenizer_init`."""
         return bool(manager.skip_tokenizer_init)
-
-
-class SentOnce(list[Any]):
-    """A list that SGLang sends to the HTTP process once and as a whole, as part of `customized_info`.
-
-    For each message to the HTTP process, SGLang slices every list in `customized_info`. The bounds of the
-    slice are the positions of the new tokens. A `SentOnce` ignores the bounds. Slicing a `SentOnce` removes
-    all of its values, and returns a list with one entry: the list of the removed values. Slicing an empty
-    `SentOnce` returns an empty list.
-    """
-
-    def __getitem__(self, part: Any) -> Any:
-        if not isinstance(part, slice):
-            return super().__getitem__(part)
-        whole = list(self)
-        self.clear()
-        # `take_customized_info` unpacks `whole`, which is the only entry of the returned list.
-        return [whole] if whole else []
 
 
 class Sglang0521(Sglang0523):
