@@ -16,7 +16,7 @@ from functools import partial
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import check_seams
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
-from sglang_topp_patches.http import request_fields, worker_app
+from sglang_topp_patches.http import worker_app
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import InFlight, budget
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache
@@ -67,10 +67,6 @@ def register() -> None:
 
     worker_app.install()
     found = check_seams()
-    if found.active:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        request_fields.extend_request_class(GenerateReqInput)
     for problem in found.problems:
         logging.getLogger(__name__).error("sglang-topp refuses candidate sets: %s", problem)
     state = ProcessState.new()

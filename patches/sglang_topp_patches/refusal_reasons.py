@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.compat.seam_check import status
-from sglang_topp_patches.scheduler_messages import NUCLEUS, SAMPLER, SOURCE
+from sglang_topp_patches.request import NUCLEUS, SAMPLER, SOURCE
 
 __all__ = [
     "environment_notes",
@@ -107,7 +107,10 @@ def source_problems() -> tuple[str, ...]:
 
 def environment_problems() -> tuple[str, ...]:
     """Return every reason why environment variables rule out candidate sets, or an empty tuple."""
-    return tuple(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name))
+    reasons = {name: reason for name, reason in _ENVIRONMENT.items() if _is_set(name)}
+    if not _is_set("SGLANG_USE_PICKLE_IPC", "1"):
+        reasons["SGLANG_USE_PICKLE_IPC"] = "a request for sets reaches the scheduler as a Python object"
+    return tuple(f"{name}: {reason}; unset it" for name, reason in reasons.items())
 
 
 _ENVIRONMENT = {
@@ -243,6 +246,6 @@ def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
     }
 
 
-def _is_set(name: str) -> bool:
+def _is_set(name: str, default: str = "") -> bool:
     """Return whether an environment variable has a value that SGLang reads as true."""
-    return os.environ.get(name, "").strip().lower() in _TRUE
+    return os.environ.get(name, default).strip().lower() in _TRUE

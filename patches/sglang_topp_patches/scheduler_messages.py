@@ -5,86 +5,29 @@ position as bytes. Each generated token has one `Entry`, which holds the token's
 why the set is missing. Each scored prompt position has a `PackedSet` without an `Entry`. Bytes pickle fast,
 and do not keep the arrays of the whole batch in memory, as NumPy views would. The format of `Entry` and
 `PackedSet` may change in any version of this package, because the scheduler and the HTTP process run the same
-version. This module also defines the names of the request fields that ask for candidate sets.
+version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "AT_END",
-    "BASE64",
-    "DISTRIBUTION",
-    "FIELDS",
     "KEY",
-    "NUCLEUS",
     "PROMPT_KEY",
-    "SAMPLER",
     "SETS",
-    "SOURCE",
-    "THRESHOLD",
     "Entry",
     "PackedSet",
     "Positions",
-    "asking_field",
-    "custom_params",
-    "from_sampler",
     "join",
     "pack_set",
 ]
-
-THRESHOLD = "top_logprobs_p"
-SOURCE = "top_logprobs_source"
-BASE64 = "return_logprobs_in_base64"
-NUCLEUS = "return_top_p_token_ids"
-"""The request field of slime that asks for each token's nucleus at the request's own `top_p`.
-
-The answer to a request with `return_top_p_token_ids` holds the sets in slime's two arrays
-(`http.slime_fields`)."""
-
-FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
-"""The request fields that the patch set adds to SGLang's `POST /generate`.
-
-A caller may also put each of these request fields into `sampling_params.custom_params`."""
-
-DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The values of the request field `top_logprobs_source`.
-
-With `DISTRIBUTION`, the default, `top_logprobs_p` is the threshold p of each set. With `SAMPLER`, each set
-holds the tokens that the sampler could draw."""
-
-
-def asking_field(get: Callable[[str], Any]) -> str:
-    """Return the name of the request field that asks for sets, or an empty string if there is none.
-
-    Args:
-        get: returns the value of the request field with a given name, or None if the request lacks the field.
-    """
-    # Check NUCLEUS before THRESHOLD, because the HTTP process adds THRESHOLD to a request with NUCLEUS.
-    if get(NUCLEUS):
-        return NUCLEUS
-    if get(THRESHOLD):
-        return THRESHOLD
-    return SOURCE if get(SOURCE) not in (None, DISTRIBUTION) else ""
-
-
-def from_sampler(get: Callable[[str], Any]) -> bool:
-    """Return whether a request asks for the tokens that the sampler could draw."""
-    return bool(get(SOURCE) == SAMPLER)
-
-
-def custom_params(req: Any) -> dict[str, Any]:
-    """Return the `custom_params` of SGLang's `Req`, or an empty dictionary if they are not a dictionary."""
-    custom = req.sampling_params.custom_params
-    return custom if isinstance(custom, dict) else {}
-
 
 KEY = "sglang_topp"
 """The key of `customized_info` under which each generated token has one `Entry`."""
@@ -96,14 +39,8 @@ The list of prompt sets begins with an `Entry`, which holds the weight version o
 `Entry`, the list has one `PackedSet` per scored prompt position. If the scheduler refused the request, every
 element of the list is an `Entry` that gives the reason."""
 
-AT_END = "sglang_topp_at_end"
-"""The attribute that the HTTP process sets on requests to OpenAI routes.
-
-If a request has this attribute, the HTTP process writes all of the request's sets at the end of the answer,
-even in a stream."""
-
 SETS = "sglang_topp_sets"
-"""The key of `meta_info` for the sets and tokens of a request that has the attribute `AT_END`.
+"""The key of `meta_info` for the sets and tokens of a request to an OpenAI route.
 
 The value of this `meta_info` key is None if the request did not ask for sets."""
 

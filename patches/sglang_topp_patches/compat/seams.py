@@ -67,6 +67,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _OPENAI = "sglang.srt.entrypoints.openai"
+_MIDDLEWARE = "fastapi.applications.FastAPI.build_middleware_stack"
 _GRPC = "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -80,21 +81,34 @@ _ANSWERED_FROM = ("self", "adapted_request", "request", "raw_request")
 
 COMMON = (
     Seam(
-        _REQUEST,
-        ("text", "input_ids"),
-        "adds top_logprobs_p, top_logprobs_source, and return_logprobs_in_base64 to the request",
+        f"{_REQUEST}.__init__",
+        ("self", "text", "input_ids"),
+        "accepts the fields as keyword arguments, as the Vertex route passes them",
+        (_around("http.request_fields.accept_fields"),),
     ),
     Seam(
         f"{_REQUEST}.normalize_batch_and_arguments",
         ("self",),
-        "checks the fields, spreads them over the batch, and passes them to the scheduler",
+        "attaches what each prompt wants",
         (_around("http.request_fields.normalize", state="http"),),
     ),
     Seam(
         f"{_REQUEST}.__getitem__",
         ("self", "i"),
-        "keeps the fields on the parts of a batch",
+        "attaches to the parts of a batch what they want",
         (_after("http.request_fields.get_item"),),
+    ),
+    Seam(
+        f"{_TOKENIZER_MANAGER}._create_tokenized_object",
+        ("self", "obj", "input_text", "input_ids"),
+        "sends what a request wants to the scheduler, after the server's defaults are merged",
+        (_after("http.request_fields.send_to_scheduler"),),
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.__init__",
+        ("self", "rid", "origin_input_text", "origin_input_ids", "sampling_params"),
+        "receives what a request wants in the scheduler",
+        (_around("scheduler.refuse_unchecked_requests.receive", always=True),),
     ),
     Seam(
         f"{_SCHEDULER}._add_request_to_queue",
@@ -203,11 +217,10 @@ COMMON = (
     Seam(
         f"{_TOKENIZER_MANAGER}.__init__",
         ("self", "server_args"),
-        "learns the server mode and the model's limits; guards the other routes",
+        "learns the server mode and the model's limits",
         (
             _after("http.process_state.note_server_args", always=True, state="http"),
             _after("http.process_state.note_model", state="http"),
-            _after("http.route_policy.guard_served_app", always=True, state="http"),
         ),
     ),
     Seam(
@@ -369,6 +382,12 @@ HTTP_CONTRACT = (
         ("server_args", "scheduler_info"),
         "adds the patch set's status to GET /server_info",
         (_after("http.server_info.add_status", always=True, state="http"),),
+    ),
+    Seam(
+        _MIDDLEWARE,
+        ("self",),
+        "guards the routes",
+        (_around("http.route_policy.guard", always=True, state="http"),),
     ),
 )
 """The functions that check request bodies or answer `GET /server_info`, in SGLang 0.5.22 and later."""
@@ -733,12 +752,6 @@ SEND_BY_LOOKUP = (
 
 PROMPT_TOKEN_IDS = (
     Seam(
-        f"{_REQUEST}.__getitem__",
-        ("self", "i"),
-        "keeps return_prompt_token_ids on the parts of a batch",
-        (_after("http.prompt_token_ids_0_5_12.get_item"),),
-    ),
-    Seam(
         f"{_TOKENIZER_MANAGER}._send_one_request",
         ("self", "tokenized_obj"),
         "keeps a prompt's token ids for its answer",
@@ -763,10 +776,13 @@ SGLang before 0.5.13 does not return the token ids of text prompts."""
 
 NO_HTTP_CONTRACT = (
     Seam(
-        f"{_TOKENIZER_MANAGER}.__init__",
-        ("self", "server_args"),
-        "answers bad input with HTTP 400; adds the patch set's status to GET /server_info",
-        (_after("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),),
+        _MIDDLEWARE,
+        ("self",),
+        "answers bad input with HTTP 400; adds the patch set's status to GET /server_info; guards the routes",
+        (
+            _before("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),
+            _around("http.route_policy.guard", always=True, state="http"),
+        ),
     ),
 )
 """The method whose hook installs the patch set's middleware, in SGLang before 0.5.22.

@@ -23,8 +23,9 @@ import numpy as np
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
+from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, custom_params
+from sglang_topp_patches.scheduler_messages import KEY, Entry
 
 __all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
 
@@ -45,7 +46,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     server.
     """
     req = decode_req.req
-    if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
+    if not req.return_logprob or not sets_request(req).field or is_refused(req):
         return
     if req.customized_info is None:
         req.customized_info = {}

@@ -22,7 +22,8 @@ import numpy as np
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.input_comparison import differing_names
 from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.scheduler_messages import THRESHOLD, Entry, PackedSet, join
+from sglang_topp_patches.request import THRESHOLD
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet, join
 
 __all__ = ["KEPT_S", "PATH", "FirstToken", "PrefillSets"]
 

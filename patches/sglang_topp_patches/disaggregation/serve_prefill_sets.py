@@ -21,7 +21,8 @@ from sglang_topp_patches.disaggregation.input_comparison import first_token_inpu
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import Entry, PackedSet, asking_field
+from sglang_topp_patches.request import sets_request
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet
 
 __all__ = ["PrefillServer"]
 
@@ -86,7 +87,7 @@ class PrefillServer:
         if (room := getattr(obj, "bootstrap_room", None)) is None:
             return
         self._loop = asyncio.get_running_loop()
-        field = asking_field(vars(obj).get)
+        field = sets_request(obj).field
         if not field:
             self.sets.note_request_without_sets(room)
         elif not await self.sets.wait_for_question(room, _SKEW_S):

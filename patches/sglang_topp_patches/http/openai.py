@@ -21,8 +21,9 @@ from contextlib import aclosing
 from http.client import responses
 from typing import Any
 
+from sglang_topp_patches.http.request_fields import AT_END
 from sglang_topp_patches.http.route_policy import current_call
-from sglang_topp_patches.scheduler_messages import AT_END, SETS
+from sglang_topp_patches.scheduler_messages import SETS
 
 __all__ = ["add_to_answer", "add_to_stream", "collect_sets"]
 

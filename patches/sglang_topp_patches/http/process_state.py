@@ -13,7 +13,7 @@ from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.refusal_reasons import server_problems
 
-__all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
+__all__ = ["HTTP_SERVER", "HttpProcess", "note_model", "note_server_args"]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 """The module that defines SGLang's HTTP server and application.
@@ -30,6 +30,7 @@ class HttpProcess:
         prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the served model's limits, or None before the tokenizer manager exists.
+        is_guarded: whether `route_policy.Guard` runs before the routes of SGLang's HTTP server.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
             scheduler without the patch set has None instead of a status.
     """
@@ -38,6 +39,7 @@ class HttpProcess:
     prefill_server: PrefillServer
     server_args: Any = None
     model: ModelLimits | None = None
+    is_guarded: bool = False
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class HttpProcess:
         # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.
         if self.server_args is None or module is None:
             return ()
-        if getattr(module.app.state, "sglang_topp_guarded", False):
+        if self.is_guarded or module.app.middleware_stack is None:
             return ()
         return ("SGLang's HTTP server began to serve before its routes could be guarded",)
 
@@ -87,8 +89,3 @@ def note_model(
 ) -> None:
     """AFTER hook on `TokenizerManager.__init__`: store the model's limits."""
     process.model = ModelLimits.of(self, server_args)
-
-
-def mark_guarded(app: Any) -> None:
-    """Record in the application's state that `Guard` is installed."""
-    app.state.sglang_topp_guarded = True

@@ -6,26 +6,17 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-__all__ = ["FIELD", "get_item", "note", "note_batch", "write"]
+from sglang_topp_patches.request import sets_request
 
-FIELD = "return_prompt_token_ids"
+__all__ = ["note", "note_batch", "write"]
+
 _IDS = "_sglang_topp_prompt_ids"
-
-
-def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the field `return_prompt_token_ids`.
-
-    `self` is a request with a list of prompts. `__getitem__` returns `item`, a request with one of the
-    prompts. The hook copies the field from `self` to `item`.
-    """
-    setattr(item, FIELD, getattr(self, FIELD))
-    return item
 
 
 def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE hook on `TokenizerManager._send_one_request`: store one prompt's token ids."""
     state = self.rid_to_state[tokenized_obj.rid]
-    if getattr(state.obj, FIELD, False):  # an embedding request lacks this field
+    if sets_request(state.obj).returns_prompt_ids:
         setattr(state, _IDS, list(tokenized_obj.input_ids))
 
 

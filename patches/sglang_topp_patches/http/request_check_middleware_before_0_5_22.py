@@ -19,9 +19,10 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp_patches.http import request_fields, route_policy, server_info
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
-from sglang_topp_patches.scheduler_messages import FIELDS
+from sglang_topp_patches.request import FIELDS
 
 __all__ = ["OlderReleaseMiddleware", "install"]
 
@@ -67,18 +68,10 @@ class OlderReleaseMiddleware:
         await Response(body, start["status"], headers)(scope, receive, send)
 
 
-def install(
-    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
-) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `OlderReleaseMiddleware` in SGLang's application.
-
-    If the process has not imported SGLang's HTTP server, this hook does nothing.
-    """
-    module = sys.modules.get(HTTP_SERVER)
-    if module is None or module.app.middleware_stack is not None:
-        return
-    if not any(middleware.cls is OlderReleaseMiddleware for middleware in module.app.user_middleware):
-        module.app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
+def install(process: HttpProcess, app: Any) -> None:
+    """BEFORE hook on `FastAPI.build_middleware_stack`: install `OlderReleaseMiddleware` behind `Guard`."""
+    if any(middleware.cls is route_policy.Guard for middleware in app.user_middleware):
+        app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
 
 
 def _manager() -> Any:
@@ -91,7 +84,8 @@ def _names_our_fields(body: bytes) -> bool:
     Return True for any body with a Unicode escape, because the escape can hide a field's name. If this
     function returns False, the middleware passes the body on to SGLang without a check.
     """
-    return b"\\u" in body or any(field.encode() in body for field in FIELDS)
+    names = (*FIELDS, RESUMED, request_fields.PROMPT_IDS)
+    return b"\\u" in body or any(name.encode() in body for name in names)
 
 
 def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -22,10 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
+from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.refusal_reasons import server_problems
-from sglang_topp_patches.scheduler_messages import BASE64, FIELDS, NUCLEUS
+from sglang_topp_patches.request import BASE64, FIELDS, NUCLEUS, SetsRequest
 
 __all__ = [
     "NO_PROMPT",
@@ -36,7 +34,6 @@ __all__ = [
     "Guard",
     "current_call",
     "guard",
-    "guard_served_app",
     "misplaced",
     "path_without_sets",
     "read_body",
@@ -116,10 +113,6 @@ _TOO_DEEP = "a body nested too deep to be read"
 _PIECE_BYTES = 1 << 20
 _PIECE_TIMEOUT_S = 120.0
 _TRANSPORT = "sglang_topp_transport"
-# `Guard` reads the `HttpProcess`, which all hooks of the process share, from this attribute of `app.state`.
-# `Guard` cannot take the `HttpProcess` as an argument, because SGLang's HTTP workers get `Guard` from
-# `worker_app`, which has no access to the `HttpProcess`.
-_PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
 """The HTTP call that the current asyncio task handles, or None."""
@@ -138,12 +131,15 @@ class Call:
         problem: the reason if the HTTP call was ended early, and "" otherwise.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
             OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.
+        requests: what the body of a call to `/generate` wants, for each prompt. None if it wants nothing, and
+            None after `request_fields.normalize` has attached it to SGLang's request.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.problem = ""
         self.fields = fields
+        self.requests: tuple[SetsRequest, ...] | None = None
         self.account: Account | None = None
         self._at_end: list[Callable[[], None]] = []
 
@@ -177,8 +173,8 @@ class Call:
 class Guard:
     """The innermost ASGI middleware. It runs before the routes, after authentication and decompression."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, process: HttpProcess) -> None:
+        self._app, self._process = app, process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection: serve, refuse, or pass on the request."""
@@ -197,7 +193,7 @@ class Guard:
             place = unserved[0]
             return await _refusal(path, _cannot(path, place), place)(scope, receive, send)
         if path in OPENAI and asked:
-            if problem := _openai_problem(asked):
+            if problem := _openai_problem(asked, self._process.problems()):
                 return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
             return await self._serve(Call(path, _top_level(body)), scope, receive, send)
         if path in SERVED and path not in OPENAI:
@@ -229,13 +225,22 @@ def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: 
         raise InvalidInputError(_cannot("gRPC", place))
 
 
-def guard(app: Any) -> None:
-    """Install `Guard` in front of SGLang's routes. The application must not be serving yet."""
-    if not any(middleware.cls is Guard for middleware in app.user_middleware):
-        app.user_middleware.append(Middleware(Guard))
-        build = app.build_middleware_stack
-        app.build_middleware_stack = lambda: _note_transport(build())
-    mark_guarded(app)
+def guard(process: HttpProcess, original: Callable[[Any], ASGIApp], app: Any) -> ASGIApp:
+    """AROUND hook on `FastAPI.build_middleware_stack`: install `Guard` in front of SGLang's routes.
+
+    An application builds its middleware when it begins to serve, so it doesn't matter whether SGLang's HTTP
+    server or the plugin was loaded first.
+    """
+    is_guarded = any(middleware.cls is Guard for middleware in app.user_middleware)
+    if is_guarded or not any(_is_sglangs(route) for route in app.routes):
+        return original(app)
+    process.is_guarded = True
+    app.user_middleware.append(Middleware(Guard, process))
+    return _note_transport(original(app))
+
+
+def _is_sglangs(route: Any) -> bool:
+    return getattr(getattr(route, "endpoint", None), "__module__", "") == HTTP_SERVER
 
 
 def _note_transport(app: ASGIApp) -> ASGIApp:
@@ -250,16 +255,6 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return noting
-
-
-def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has SGLang's application."""
-    module = sys.modules.get(HTTP_SERVER)
-    if module is None:
-        return
-    setattr(module.app.state, _PROCESS, process)
-    if module.app.middleware_stack is None:
-        guard(module.app)
 
 
 def _is_served(path: str, place: str) -> bool:
@@ -344,20 +339,13 @@ def _top_level(body: bytes) -> dict[str, Any]:
     return {field: parsed[field] for field in FIELDS if field in parsed}
 
 
-def _openai_problem(asked: list[str]) -> str:
+def _openai_problem(asked: list[str], problems: tuple[str, ...]) -> str:
     """Return the reason if an OpenAI call cannot be answered with sets, and "" otherwise."""
-    if problems := _server_problems():
+    if problems:
         return f"candidate sets are not served here: {'; '.join(problems)}"
     if all(place.endswith(BASE64) for place in asked):
         return "sets the form of candidate sets, and the request asks for none; ask for them, or leave it out"
     return ""
-
-
-def _server_problems() -> tuple[str, ...]:
-    """Return every reason why this process's HTTP server refuses requests for sets, and () if none."""
-    module = sys.modules.get(HTTP_SERVER)
-    process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
-    return server_problems(None) if process is None else process.problems()
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
@@ -394,6 +382,8 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
             transport, `Guard` cannot close a stalled connection.
     """
 
+    status = 0
+
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
         try:
             async with asyncio.timeout(_PIECE_TIMEOUT_S):
@@ -406,7 +396,11 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
 
     async def send_in_pieces(message: Message) -> None:
         body = message.get("body", b"")
-        if message["type"] == "http.response.start" and message["status"] < 400 and call.fields is not None:
+        nonlocal status
+        status = message.get("status", status)
+        # A stream begins before SGLang normalizes the request, which takes `call.requests`.
+        untaken = call.requests if message["type"] == "http.response.body" else call.fields
+        if untaken is not None and status < 400:
             raise RuntimeError("the answer to a request for candidate sets was made without them")
         account = call.account
         if message["type"] != "http.response.body" or account is None or not account.candidates:

@@ -18,8 +18,16 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.memory.budget import Account, InFlight, budget, per_sample_refusal, prompt_refusal
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, custom_params
+from sglang_topp_patches.memory.budget import (
+    LIST_FORM_COST,
+    Account,
+    InFlight,
+    budget,
+    per_sample_refusal,
+    prompt_refusal,
+)
+from sglang_topp_patches.request import sets_request
+from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry
 
 __all__ = [
     "admit",
@@ -45,8 +53,8 @@ def admit(req: Any, in_flight: InFlight) -> None:
     aborted request and its sets in memory until a full garbage collection.
     """
     setattr(req, _IN_FLIGHT, in_flight)
-    custom = custom_params(req)
-    if custom.get("__req__") is req:
+    custom = req.sampling_params.custom_params
+    if isinstance(custom, dict) and custom.get("__req__") is req:
         custom["__req__"] = weakref.proxy(req)
 
 
@@ -69,7 +77,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
         in_flight: InFlight = getattr(req, _IN_FLIGHT)
         account = in_flight.open(lambda reason: _refuse_if_alive(reference(), reason))
         setattr(req, _ACCOUNT, account)
-    account.add(candidates * custom_params(req).get(KEY, 1), positions)
+    account.add(candidates * (1 if sets_request(req).is_base64 else LIST_FORM_COST), positions)
     if problem := per_sample_refusal(budget(), account.candidates, account.positions):
         refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     if req.finished():
