@@ -16,6 +16,7 @@ from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0
 from sglang_topp_patches.compat.releases import Feature, internals
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
 from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_prompt_sets
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets, free_sent_entries
 from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
@@ -46,6 +47,7 @@ class Req:
         self.rid, self.customized_info, self.is_retracted = rid, None, False
         self.stream, self.send_token_offset, self.finished_output = False, 0, False
         self.sampling_params = SimpleNamespace(custom_params=None)
+        attach(self, SetsRequest(threshold=0.9, is_base64=True))
         self.input_embeds: Any = None
         self.sglang_topp_weights = WEIGHTS
         admit(self, PROCESS.in_flight)
@@ -259,9 +261,8 @@ class Answer:
     """Pass one request through the HTTP process, with the fields that SGLang itself writes."""
 
     def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
-        obj = SimpleNamespace(
-            rid="a", top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields
-        )
+        obj = SimpleNamespace(rid="a", stream=False, **fields)
+        attach(obj, SetsRequest(threshold=0.9, is_base64=True))
         streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
         self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
         self.tokens = tokens

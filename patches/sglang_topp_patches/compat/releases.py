@@ -80,11 +80,11 @@ _WITH_AUXILIARY_OUTPUT = (
     *seams.AUXILIARY_OUTPUT,
 )
 _BEFORE_AUXILIARY_OUTPUT = (
+    *seams.NO_HTTP_CONTRACT,
     *_ALL,
     *seams.SCORED_ROWS,
     *seams.COPY_TO_HOST,
     *seams.SEND_BY_LOOKUP,
-    *seams.NO_HTTP_CONTRACT,
 )
 _WITH_PROCESSORS = (
     *_BEFORE_AUXILIARY_OUTPUT,
@@ -132,10 +132,10 @@ _SGLANG_0_5_22 = (
     *seams.WEIGHT_UPDATE_SESSIONS,
 )
 _SGLANG_0_5_20_AND_21 = (
+    *seams.NO_HTTP_CONTRACT,
     *_WITH_AUXILIARY_OUTPUT,
     *seams.VERIFICATION,
     *seams.FEW_STATUSES,
-    *seams.NO_HTTP_CONTRACT,
     *seams.COMPOSED,
     *seams.SAMPLER_SOURCE,
 )
@@ -172,10 +172,10 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.19": Release(
             Sglang0519(),
             (
+                *seams.NO_HTTP_CONTRACT,
                 *_WITH_AUXILIARY_OUTPUT,
                 *seams.VERIFICATION,
                 *seams.FEW_STATUSES,
-                *seams.NO_HTTP_CONTRACT,
                 *seams.SCORED_ROWS,
             ),
             _BEFORE_0_5_20 | _OTHER_REJECTION,
@@ -208,7 +208,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
 )
 """The supported releases by version, newest first."""
 
-_REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
+_REFUSING = (*seams.NO_HTTP_CONTRACT, *_ALL, *seams.HTTP_CONTRACT, *seams.GRPC)
 
 UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
 """Any release that `RELEASES` does not list.

@@ -81,12 +81,6 @@ _ANSWERED_FROM = ("self", "adapted_request", "request", "raw_request")
 
 COMMON = (
     Seam(
-        f"{_REQUEST}.__init__",
-        ("self", "text", "input_ids"),
-        "accepts the fields as keyword arguments, as the Vertex route passes them",
-        (_around("http.request_fields.accept_fields"),),
-    ),
-    Seam(
         f"{_REQUEST}.normalize_batch_and_arguments",
         ("self",),
         "attaches what each prompt wants",
@@ -222,6 +216,12 @@ COMMON = (
             _after("http.process_state.note_server_args", always=True, state="http"),
             _after("http.process_state.note_model", state="http"),
         ),
+    ),
+    Seam(
+        _MIDDLEWARE,
+        ("self",),
+        "guards the routes",
+        (_around("http.route_policy.guard", always=True, state="http"),),
     ),
     Seam(
         f"{_TOKENIZER_MANAGER}.get_internal_state",
@@ -382,12 +382,6 @@ HTTP_CONTRACT = (
         ("server_args", "scheduler_info"),
         "adds the patch set's status to GET /server_info",
         (_after("http.server_info.add_status", always=True, state="http"),),
-    ),
-    Seam(
-        _MIDDLEWARE,
-        ("self",),
-        "guards the routes",
-        (_around("http.route_policy.guard", always=True, state="http"),),
     ),
 )
 """The functions that check request bodies or answer `GET /server_info`, in SGLang 0.5.22 and later."""
@@ -778,13 +772,11 @@ NO_HTTP_CONTRACT = (
     Seam(
         _MIDDLEWARE,
         ("self",),
-        "answers bad input with HTTP 400; adds the patch set's status to GET /server_info; guards the routes",
-        (
-            _before("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),
-            _around("http.route_policy.guard", always=True, state="http"),
-        ),
+        "answers bad input with HTTP 400; adds the patch set's status to GET /server_info",
+        (_before("http.request_check_middleware_before_0_5_22.install", always=True, state="http"),),
     ),
 )
 """The method whose hook installs the patch set's middleware, in SGLang before 0.5.22.
 
+List this group first: its middleware then runs inside of `Guard`.
 SGLang before 0.5.22 lacks the functions in `HTTP_CONTRACT`."""

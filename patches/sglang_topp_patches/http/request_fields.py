@@ -2,8 +2,8 @@
 
 FastAPI builds the schema of `/generate` when SGLang's HTTP server is imported, which may be before plugins
 are loaded, and drops the fields that it does not know. So `check_body` parses the raw body of `/generate`,
-and `normalize` attaches the result to SGLang's `GenerateReqInput`. For the other routes and for the offline
-engine, the fields are attributes of the `GenerateReqInput`, and `normalize` parses them there.
+and `normalize` attaches the result to SGLang's `GenerateReqInput`. `route_policy.Guard` takes the fields of
+other routes out of their bodies, and the offline engine sets them as attributes; `normalize` parses those.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from sglang_topp_patches.request import (
 )
 
 __all__ = [
-    "AT_END",
     "PROMPT_IDS",
-    "accept_fields",
     "check_body",
     "get_item",
     "normalize",
@@ -48,20 +46,8 @@ __all__ = [
 ]
 
 _CUSTOM = "sampling_params.custom_params."
-AT_END = "sglang_topp_at_end"
-"""The attribute of a `GenerateReqInput` whose answer has all sets at its end (OpenAI routes)."""
-
 PROMPT_IDS = "return_prompt_token_ids"
 """A field of SGLang 0.5.13 and later, which the plugin adds to older releases."""
-
-
-def accept_fields(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on `GenerateReqInput.__init__`: accept the plugin's fields as keyword arguments."""
-    ours = {name: kwargs.pop(name) for name in (*FIELDS, RESUMED) if name in kwargs}
-    if PROMPT_IDS in kwargs and _adds_prompt_ids():
-        ours[PROMPT_IDS] = kwargs.pop(PROMPT_IDS)
-    original(self, *args, **kwargs)
-    vars(self).update(ours)
 
 
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
@@ -88,11 +74,13 @@ def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None
 
 def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) -> None:
     """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`: attach what each prompt wants."""
-    call = route_policy.current_call.get()
-    if call is not None and call.requests is not None:
+    call = route_policy.current_call.get() or route_policy.Call()
+    if call.requests is not None:
         requests, call.requests = call.requests, None
     else:
-        requests = parse(process, vars(self).get, at_end=vars(self).get(AT_END, False))
+        is_openai = call.fields is not None and call.path in route_policy.OPENAI
+        fields, call.fields = call.fields, None
+        requests = parse(process, {**vars(self), **(fields or {})}.get, at_end=is_openai)
     field = next((one.field for one in requests if one.field), "")
     if field and (path := route_policy.path_without_sets.get()):
         raise InvalidInputError(f"{field}: {path} cannot return candidate sets; ask /generate")

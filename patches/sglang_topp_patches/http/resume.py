@@ -74,7 +74,7 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
     is_many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     prompts = ids if is_many else [ids]
     for i, count in enumerate(counts):
-        if count is None:
+        if not count:
             continue
         each = params[i] if isinstance(params, list) and i < len(params) else params
         if isinstance(each, Mapping) and (problem := find_resume_problem(without_fields(each))):
@@ -86,7 +86,7 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
                 " that end with the tokens to continue from"
             )
         # With --allow-auto-truncate, SGLang cuts the resumed tokens off, and the answer would repeat them.
-        if count and process.model and len(prompt) > process.model.model.context_length:
+        if process.model and len(prompt) > process.model.model.context_length:
             raise InvalidInputError(
                 f"{RESUMED}: got {count} with a prompt of {len(prompt)} token ids, expected at most"
                 f" {process.model.model.context_length}, the context length"

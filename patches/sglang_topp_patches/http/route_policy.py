@@ -129,10 +129,10 @@ class Call:
         account: the counter of the call's candidates, for all samples together, or None until `open_account`
             creates the counter.
         problem: the reason if the HTTP call was ended early, and "" otherwise.
-        fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
-            OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.
-        requests: what the body of a call to `/generate` wants, for each prompt. None if it wants nothing, and
-            None after `request_fields.normalize` has attached it to SGLang's request.
+        fields: the plugin's fields from a body that no hook sees, of an OpenAI route or the Vertex route.
+        requests: what each prompt of a body wants that `request_fields.check_body` has parsed (`/generate`).
+            `request_fields.normalize` takes `fields` or `requests`, and leaves None. A call that still has
+            one of them when it's answered is an error.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
@@ -197,7 +197,8 @@ class Guard:
                 return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
             return await self._serve(Call(path, _top_level(body)), scope, receive, send)
         if path in SERVED and path not in OPENAI:
-            return await self._serve(Call(path), scope, receive, send)
+            fields, receive = _take_fields(body, receive) if asked else (None, receive)
+            return await self._serve(Call(path, fields), scope, receive, send)
         token = path_without_sets.set(path)
         try:
             await self._app(scope, receive, send)
@@ -279,12 +280,18 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
         if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
             break
     body = b"".join(message.get("body", b"") for message in messages)
-    messages.reverse()
+    is_whole = messages[-1]["type"] == "http.request"
+    return body, _again(body, receive) if is_whole else receive
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return an ASGI `receive` function that delivers a body, and then what `receive` delivers."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
         return messages.pop() if messages else await receive()
 
-    return body, again
+    return again
 
 
 def misplaced(body: Any) -> str | None:
@@ -339,6 +346,14 @@ def _top_level(body: bytes) -> dict[str, Any]:
     return {field: parsed[field] for field in FIELDS if field in parsed}
 
 
+def _take_fields(body: bytes, receive: Receive) -> tuple[dict[str, Any], Receive]:
+    """Take the plugin's fields out of a Vertex body, whose `parameters` SGLang passes on as keywords."""
+    parsed = json.loads(body)
+    parameters = parsed.get("parameters") or {}
+    fields = {field: parameters.pop(field) for field in _ASKING if field in parameters}
+    return fields, _again(json.dumps(parsed).encode(), receive)
+
+
 def _openai_problem(asked: list[str], problems: tuple[str, ...]) -> str:
     """Return the reason if an OpenAI call cannot be answered with sets, and "" otherwise."""
     if problems:
@@ -382,7 +397,7 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
             transport, `Guard` cannot close a stalled connection.
     """
 
-    status = 0
+    is_served = True
 
     async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
         try:
@@ -395,13 +410,17 @@ def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> S
             raise ConnectionError(call.problem) from None
 
     async def send_in_pieces(message: Message) -> None:
+        nonlocal is_served
         body = message.get("body", b"")
-        nonlocal status
-        status = message.get("status", status)
-        # A stream begins before SGLang normalizes the request, which takes `call.requests`.
-        untaken = call.requests if message["type"] == "http.response.body" else call.fields
-        if untaken is not None and status < 400:
-            raise RuntimeError("the answer to a request for candidate sets was made without them")
+        is_stream = False
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            is_served = False
+            # A stream begins before SGLang normalizes its request.
+            is_stream = all(name != b"content-length" for name, _ in message["headers"])
+        if not is_served and not is_stream:
+            if call.fields is not None or call.requests is not None:
+                raise RuntimeError("the answer to a request for candidate sets was made without them")
+            is_served = True
         account = call.account
         if message["type"] != "http.response.body" or account is None or not account.candidates:
             return await send(message)

@@ -98,10 +98,10 @@ def _unchecked_field(custom: Any) -> str:
 
 
 def _resume_problem(req: Any, wanted: SetsRequest) -> str:
-    """Return why the answer to a request cannot be resumed, or cannot resume another one; "" if it can."""
-    if wanted.resumed_tokens is None:
+    """Return why a request cannot resume an answer exactly, and "" if it can."""
+    if not wanted.resumed_tokens:
         return ""
-    if wanted.resumed_tokens and len(req.origin_input_ids) < len(req.origin_input_ids_unpadded):
+    if len(req.origin_input_ids) < len(req.origin_input_ids_unpadded):
         return (
             f"{RESUMED}: got {wanted.resumed_tokens} with a prompt of {len(req.origin_input_ids_unpadded)}"
             f" tokens, of which --allow-auto-truncate keeps {len(req.origin_input_ids)}"

@@ -23,6 +23,7 @@ from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import KEY, Entry, pack_set
 from tests.engine.start_servers import free_port
@@ -35,7 +36,7 @@ OBJ = SimpleNamespace(
     bootstrap_host="127.0.0.1",
     bootstrap_port=0,
     bootstrap_room=11,
-    top_logprobs_p=0.9,
+    sglang_topp_request=SetsRequest(threshold=0.9),
     text=None,
     input_ids=[1, 2],
     logprob_start_len=-1,
@@ -224,8 +225,8 @@ def test_questions_that_make_no_sense_are_refused(port: int) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"top_logprobs_p": 0.5}, "top_logprobs_p"),
-        ({"top_logprobs_p": None, "top_logprobs_source": "sampler"}, "top_logprobs_source"),
+        ({"sglang_topp_request": SetsRequest(threshold=0.5)}, "top_logprobs_p"),
+        ({"sglang_topp_request": SetsRequest(is_from_sampler=True)}, "top_logprobs_source"),
         ({"logprob_start_len": 0}, "logprob_start_len"),
         ({"input_ids": [2, 1]}, "prompt"),
         ({"input_ids": None, "text": "x"}, "prompt"),
@@ -241,23 +242,11 @@ def test_what_is_asked_for_differs_where_the_sets_may(change: dict[str, Any], na
     assert name is None or other[name] != INPUTS[name]
 
 
-def test_a_field_of_ours_is_compared_once() -> None:
-    """The patch set leaves a copy of it where the scheduler finds it."""
-    given = [
-        {**vars(OBJ), "top_logprobs_p": p, "sampling_params": {"custom_params": {"top_logprobs_p": p}}}
-        for p in (0.5, 0.9)
-    ]
-    one, other = (first_token_inputs(SimpleNamespace(**each)) for each in given)
-    assert [name for name in one if one[name] != other[name]] == ["top_logprobs_p"]
-
-
 def test_a_request_without_sets_differs_in_what_it_asks_for_alone() -> None:
-    """The patch set puts its fields, and what a candidate costs, into the other request's `custom_params`."""
-    sampling = {"temperature": 0.7, "custom_params": {"top_logprobs_p": 0.9, KEY: 1}}
-    asks = first_token_inputs(SimpleNamespace(**{**vars(OBJ), "sampling_params": sampling}))
-    plain = {"top_logprobs_p": None, "sampling_params": {"temperature": 0.7}}
-    other = first_token_inputs(SimpleNamespace(**{**vars(OBJ), **plain}))
-    assert differing_names(asks, other) == ("top_logprobs_p",)
+    """Custom parameters that held the plugin's fields alone are left out, or None on the OpenAI routes."""
+    sampling = {**OBJ.sampling_params, "custom_params": None}
+    other = {**vars(OBJ), "sampling_params": sampling, "sglang_topp_request": NOTHING}
+    assert differing_names(INPUTS, first_token_inputs(SimpleNamespace(**other))) == ("top_logprobs_p",)
 
 
 async def test_only_a_decode_server_asks(prefill: PrefillServer) -> None:
@@ -318,7 +307,7 @@ async def test_a_decode_server_that_does_not_ask_is_an_error(
             await tokenize(prefill, stream=stream)
         assert "top_logprobs_p: no decode server asked" in str(caught.value)
         assert caught.value.status_code == 503
-    for change in ({"top_logprobs_p": None}, {"bootstrap_room": None}):
+    for change in ({"sglang_topp_request": NOTHING}, {"bootstrap_room": None}):
         assert await tokenize(prefill, **change) == "tokenized"
 
 
@@ -329,11 +318,11 @@ async def test_a_prefill_server_that_was_not_asked_for_sets_says_so_at_once(
     prefill._loop = asyncio.get_running_loop()
     monkeypatch.setattr(serve_prefill_sets, "_QUESTION_S", 60.0)
     if is_first:
-        await tokenize(prefill, top_logprobs_p=None)
+        await tokenize(prefill, sglang_topp_request=NOTHING)
     asking = asyncio.create_task(fetch_prefill_sets._ask(DECODE, state(port).obj))
     if not is_first:
         await asyncio.sleep(0.2)
-        await tokenize(prefill, top_logprobs_p=None)
+        await tokenize(prefill, sglang_topp_request=NOTHING)
     async with asyncio.timeout(30):
         first = await asking
     assert "was asked with other top_logprobs_p; both need the same" in first.entry.problem
@@ -361,8 +350,8 @@ async def test_a_batch_is_waited_for_prompt_by_prompt(prefill: PrefillServer, po
 
 def test_the_scheduler_says_where_the_first_set_is() -> None:
     def request(**changes: Any) -> SimpleNamespace:
-        custom = SimpleNamespace(custom_params={"top_logprobs_p": 0.9})
-        given = {"return_logprob": True, "sampling_params": custom, "customized_info": None}
+        wanted = SetsRequest(threshold=0.9)
+        given = {"return_logprob": True, "sglang_topp_request": wanted, "customized_info": None}
         return SimpleNamespace(**{**given, "output_ids": [3], **changes})
 
     def noted(req: SimpleNamespace, is_rebootstrap: bool = False) -> Any:
@@ -371,7 +360,7 @@ def test_the_scheduler_says_where_the_first_set_is() -> None:
         return (req.customized_info or {}).get(KEY)
 
     assert noted(request()) == [Entry(None, handed_over=True)]
-    assert noted(request(sampling_params=SimpleNamespace(custom_params=None))) is None
+    assert noted(request(sglang_topp_request=NOTHING)) is None
     assert noted(request(return_logprob=False)) is None
     # The request was aborted before its first token.
     assert not noted(request(output_ids=[]))

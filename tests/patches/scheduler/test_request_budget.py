@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.memory.budget import LIST_FORM_COST, Budget, InFlight
+from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
 from sglang_topp_patches.scheduler.request_budget import (
     admit,
@@ -55,6 +56,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> InFlight:
 
 def admitted(limits: InFlight, custom_params: dict[str, Any] | None = None) -> Request:
     req = Request(custom_params)
+    attach(req, SetsRequest(threshold=0.9, is_base64=True))
     admit(req, limits)
     return req
 
@@ -130,7 +132,8 @@ def test_memory_without_an_owner_makes_the_largest_one_end(limits: InFlight) -> 
 
 
 def test_lists_count_more(limits: InFlight) -> None:
-    req = admitted(limits, {KEY: LIST_FORM_COST})
+    req = admitted(limits)
+    attach(req, SetsRequest(threshold=0.9))
     charge(req, 4)
     assert req.word().status == 413
 
