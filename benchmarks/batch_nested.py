@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness.paired_timing import compare, compare_counts
-from sglang_topp.batch import nest_batch, reference_loops, unnest_batch
+from sglang_topp.batch import nest_batch, unnest_batch
+from tests.batch import reference_loops
 
 __all__ = ["padded_batch", "run"]
 

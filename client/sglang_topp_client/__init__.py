@@ -25,7 +25,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client.async_client import AsyncRolloutClient
 from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage.scored_rollout_files import add_trainer_columns
+from sglang_topp_client.storage.trainer_columns import add_trainer_columns
 from sglang_topp_client.sync_client import RolloutClient
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score

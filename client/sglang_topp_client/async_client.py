@@ -81,7 +81,8 @@ class AsyncRolloutClient:
             file descriptors that are free at the client's first call, minus a reserve of at most 64.
         max_retries: the maximum number of retries of an HTTP call. A retry begins once the call has failed on
             every available server. A move to another server does not count as a retry. Only transport errors
-            and the statuses 429 and 5xx are retried.
+            and the statuses 5xx are retried. A refusal (429 or 503) is no failure: `generate`, `resume`, and
+            `score` wait until a server accepts the call, or `timeout_s` passes.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates per token.
@@ -254,8 +255,8 @@ class AsyncRolloutClient:
                 effect (`sglang_topp.engine_contract.resumable_sampling_params`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: an HTTP call and all of its retries failed. If the
-                client tried several servers and none answered, the error message names all of these servers.
+            TransportError, ServerError: an HTTP call and all of its retries failed. If the client tried
+                several servers and none answered, the error message names all of these servers.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine aborted a sample for another reason, or ended it with an error.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
@@ -367,13 +368,16 @@ class AsyncRolloutClient:
             return_exceptions: as for `generate`; the returned list has one entry per rollout.
 
         Returns:
-            The continued rollouts, in the order of `rollouts` and with unchanged indices.
+            The continued rollouts, in the order of `rollouts` and with unchanged indices. No rollouts make an
+            empty list.
 
         Raises:
             InvalidInputError: an argument is wrong, or a sampling parameter does not allow an exact resume;
                 nothing was sent.
             SglangToppError: as for `generate`.
         """
+        if isinstance(rollouts, Sequence) and not len(rollouts):
+            return []
         requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
         parts = dict(enumerate(existing))
 
@@ -489,7 +493,7 @@ class AsyncRolloutClient:
 
     # -- requests in flight ------------------------------------------------------------------------
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
         """Abort a request in this client and in the engine. The request's caller gets an AbortedError.
 
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
@@ -499,17 +503,21 @@ class AsyncRolloutClient:
         had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
         unknown.
 
-        When this method returns, all requests with this `request_id` on this event loop have stopped. The
-        method waits up to three seconds for the engine to receive the abort. Even if the engine does not
-        receive the abort, the client closes the samples' connections, and the engine then aborts the samples.
-        If the caller cancels the wait, the client still sends the abort.
+        When this method returns, all of this client's requests with this `request_id` have stopped, also
+        those of other event loops. The method waits up to three seconds for the engine to receive the abort.
+        Even if the engine does not receive it, the client closes the samples' connections, and the engine
+        then aborts the samples. If the caller cancels the wait, the client still sends the abort.
 
-        If this client runs no request with this `request_id` on this event loop, the client asks every server
-        to abort the request. `request_id` may therefore also be the engine's id of a sample
-        (`Rollout.request_id`), or an id that another client sent to a sidecar.
+        If this client runs no request with this `request_id`, it asks every server. A sidecar aborts the
+        requests that other processes sent under this id. An engine knows only its own ids of samples
+        (`Rollout.request_id`), and does not say whether it knew one.
+
+        Returns:
+            How many requests this client and the sidecars have aborted. 0 means that none of them runs a
+            request with this id.
         """
         check_request_id(request_id)
-        await self._runner.abort(request_id)
+        return await self._runner.abort(request_id)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines, including requests of other clients.

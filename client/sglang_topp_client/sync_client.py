@@ -316,9 +316,9 @@ class RolloutClient:
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> int:
         """Abort a request whose results another thread awaits; see `AsyncRolloutClient.abort`."""
-        self._thread.run(self._client.abort(request_id))
+        return self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
         """Abort the requests of all clients in every engine; see `AsyncRolloutClient.abort_all`.
@@ -354,8 +354,7 @@ class RolloutClient:
 
     def close(self) -> None:
         """Stop all requests, and close the connections. The client stays usable."""
-        self._thread.run(self._client.close())
-        self._thread.stop()
+        self._thread.stop(self._client.close)
 
     def __enter__(self) -> RolloutClient:
         return self

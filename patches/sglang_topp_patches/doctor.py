@@ -1,15 +1,14 @@
-"""Build the report of `sglang-topp doctor`: whether the patch set works with the installed SGLang.
+"""Build the report of `sglang-topp doctor`: whether this package works with the installed SGLang.
 
-Like SGLang, `report` loads the plugin with `load_plugins`. The report has an entry for each seam, which is an
-SGLang function that the patch set wraps or calls.
+Like SGLang, `report` loads the plugin with `load_plugins`.
 """
 
 from __future__ import annotations
 
 from sglang_topp_patches import refusal_reasons
-from sglang_topp_patches.compat.find_definitions import PackageSource
+from sglang_topp_patches.all_hooks import SEAMS
 from sglang_topp_patches.compat.releases import installed
-from sglang_topp_patches.compat.seam_check import SeamCheck, nearest, status
+from sglang_topp_patches.compat.seam_check import SeamCheck, status
 from sglang_topp_patches.memory.budget import budget
 
 __all__ = ["report"]
@@ -24,14 +23,13 @@ def report() -> tuple[bool, list[str]]:
     lines = [f"SGLang {found.sglang_version}"]
     checks = found.checks
     if found.sglang_version and not checks:
-        name, checks = nearest()
+        seams = [seam for seam in SEAMS if seam.is_in(found.sglang_version)]
+        checks = tuple(SeamCheck(seam, seam.problem()) for seam in seams)
         holding = sum(not check.problem for check in checks)
-        lines.append(f"not a supported release; compared with {name}, the nearest:")
-        lines.append(f"{holding} of its {len(checks)} seams hold")
+        lines.append(f"{holding} of the {len(checks)} functions that are hooked or called are as expected:")
     for check in checks:
         lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
         lines.append(f"         {check.problem or check.seam.purpose}")
-        lines += [f"         that name is at {place}" for place in _elsewhere(check)]
     lines += [f"refused: {feature}: {reason}" for feature, reason in installed()[1].refused.items()]
     problems = [*found.problems, *refusal_reasons.environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
@@ -39,14 +37,3 @@ def report() -> tuple[bool, list[str]]:
     lines += [f"{name}: {limit}" for name, limit in budget().to_dict().items()]
     lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
     return not problems, lines
-
-
-def _elsewhere(check: SeamCheck) -> tuple[str, ...]:
-    """Return up to three other paths where SGLang defines the name of a missing function or class."""
-    if not check.problem:
-        return ()
-    try:
-        source = PackageSource.installed()
-    except LookupError:
-        return ()
-    return () if source.has(check.seam.target) else source.elsewhere(check.seam.target)[:3]

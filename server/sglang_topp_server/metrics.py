@@ -65,8 +65,8 @@ class Metrics:
     Attributes:
         requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,
             `rejected` (never sent to the engine), `aborted` (the caller disconnected, or left its answer
-            unread for `Limits.max_stall_s` seconds), `slow` (the body arrived too slowly, and the caller got
-            a 408).
+            unread for `Limits.io_timeout_s` seconds), `slow` (the body took longer than this, and the caller
+            got a 408).
         errors: number of error responses and of error messages in streams, by `type` and `status`.
         in_flight: number of requests whose body was read and whose answer is not complete yet.
         held_bytes: bytes of finished samples that are not sent yet.

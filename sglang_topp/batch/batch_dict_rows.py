@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.compressed_padding_mask import CompressedMask
+from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "is_jagged",
     "is_plain",
     "is_tensordict",
+    "jagged_tensor",
     "mask_of",
     "nbytes_of",
     "pad_bits",
@@ -157,8 +159,23 @@ def _take_jagged(value: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     held = value.unbind()
     parts = [held[i] for i in rows.tolist()]
     values = torch.cat(parts, ragged - 1) if parts else value.values().narrow(ragged - 1, 0, 0)
-    offsets = torch.tensor(np.cumsum([0, *(part.shape[ragged - 1] for part in parts)]), device=value.device)
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+    return jagged_tensor(values, offsets_of([part.shape[ragged - 1] for part in parts]), ragged)
+
+
+def jagged_tensor(values: torch.Tensor, offsets: NDArray[np.int64], ragged: int = 1) -> torch.Tensor:
+    """Return a jagged tensor. Row i is the slice `offsets[i]:offsets[i + 1]` of dimension `ragged - 1`.
+
+    The tensor knows its shortest and its longest row. Without them, `torch.nested.to_padded_tensor` takes the
+    padded width from another dimension, and drops values.
+    """
+    lengths = np.diff(offsets)
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        torch.tensor(offsets, device=values.device),
+        jagged_dim=ragged,
+        min_seqlen=int(lengths.min()) if len(lengths) else 0,
+        max_seqlen=int(lengths.max(initial=0)),
+    )
 
 
 def nbytes_of(value: Any) -> int:

@@ -27,6 +27,7 @@ from sglang_topp.batch.batch_dict_rows import (
     is_jagged,
     is_plain,
     is_tensordict,
+    jagged_tensor,
     mask_of,
     nbytes_of,
     pad_bits,
@@ -177,7 +178,7 @@ class NestedBatch:
         """
         field, layout = self._nested_field(name)
         values = torch.from_numpy(widened(field.values, field.dtype).copy()).view(field.dtype)
-        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(layout.offsets.copy()))
+        return jagged_tensor(values, layout.offsets)
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
         """Return `values` as a padded tensor, with 0 wherever `jagged(like)` has no value.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.tensors_to_numpy import to_host
-from sglang_topp.batch.write_ragged_rows import RaggedRows
+from sglang_topp.batch.write_ragged_rows import RaggedRows, count_rows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 
@@ -39,7 +39,10 @@ class RolloutLike(Protocol):
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended."""
+        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended.
+
+        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
+        """
 
     @property
     def candidates(self) -> CandidateSets | None:
@@ -61,7 +64,7 @@ def rollout_columns(
     rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
 ) -> RolloutColumns:
     """Check the arguments of `collate_rollouts`, and convert them to the arguments of `collate_rl`."""
-    if not len(rollouts):
+    if not count_rows("rollouts", rollouts, "a sequence of rollouts"):
         raise InvalidInputError("rollouts: got none, expected at least one")
     if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:
         raise InvalidInputError(f"rollouts[{i}]: got {type(rollouts[i]).__name__}, expected a Rollout")
@@ -86,11 +89,7 @@ def rollout_columns(
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
     """Return each rollout's rewards per token. If a reward is one number, every token gets the number."""
-    try:
-        num_rewards = len(rewards)
-    except TypeError:
-        raise InvalidInputError(f"rewards: got {rewards!r}, expected one entry per rollout") from None
-    if num_rewards != len(lengths):
+    if (num_rewards := count_rows("rewards", rewards, "one entry per rollout")) != len(lengths):
         raise InvalidInputError(f"rewards: got {num_rewards}, expected {len(lengths)}, one per rollout")
     rows: list[Any] = []
     for i, (reward, length) in enumerate(zip(to_host(list(rewards)), lengths, strict=True)):

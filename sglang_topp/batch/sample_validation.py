@@ -51,7 +51,8 @@ class Rollouts:
 class Examples:
     """Validated SFT samples in host memory.
 
-    Sample i has L_i ids, and a loss mask over its last `num_actions[i]` ids.
+    Sample i has L_i ids, and a loss mask over its last `num_actions[i]` ids. `num_actions[i]` is below L_i,
+    because nothing predicts a sample's first token.
     """
 
     ids: RaggedRows
@@ -134,7 +135,9 @@ def read_examples(
     else:
         check_lengths("loss_masks", loss_masks, actions, "num_actions")
         masks = mask_rows("loss_masks", loss_masks)
-    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, actions)
+    trained = np.minimum(actions, np.maximum(lengths - 1, 0))
+    masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
+    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, trained)
 
 
 def check_sets_match_responses(

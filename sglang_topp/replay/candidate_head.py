@@ -34,6 +34,7 @@ from sglang_topp.replay.vocab_shard_candidates import (
     TargetMatch,
     check_num_sets,
     check_targets,
+    refuse_dtensors,
 )
 from sglang_topp.replay.vocab_shard_reductions import reduce_sum
 
@@ -213,6 +214,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         raise InvalidInputError(f"targets: got {len(targets)} for {len(hidden)} hidden states")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")
+    refuse_dtensors(hidden=hidden, weight=weight, bias=bias)
     for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise InvalidInputError(f"{name}: it is on {tensor.device}, and hidden is on {hidden.device}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.scores_from_candidate_logits import check_held
+from sglang_topp.replay.scores_from_candidate_logits import check_held, kl_terms
 from sglang_topp.replay.vocab_shard_candidates import SupportIndex
 from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, reduce_sum
 
@@ -95,7 +95,7 @@ class _Divergence(torch.autograd.Function):
         policy_m = shifted_m - per_entry(log_total_A)
 
         def terms(policy: Tensor, other: Tensor) -> Tensor:
-            return _terms(policy, other) if reverse else _terms(other, policy)
+            return kl_terms(policy, other) if reverse else kl_terms(other, policy)
 
         kl_A = reduce_sum(segment_sum(terms(policy_m, other_m)), group)
         if policy_tail_A is not None and other_tail_A is not None:
@@ -126,16 +126,3 @@ class _Divergence(torch.autograd.Function):
         grad_m = slope(policy_m, other_m, support.per_entry(kl_A)) * support.per_entry(grad_A)
         grad_tail_A = None if policy_tail_A is None else slope(policy_tail_A, other_tail_A, kl_A) * grad_A
         return grad_m, grad_tail_A, None, None, None, None, None
-
-
-def _terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
-
-    At each position, the probabilities `a` of the candidates and the tail sum to 1, and so do the
-    probabilities `b`. The sum of `b - a` is therefore 0, and the sum of the terms is the KL. If `a` and `b`
-    are almost equal, a rounding error in a log-prob changes a term only by about the square of the error. A
-    small KL is therefore accurate too.
-    """
-    a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
-    near = a * (torch.expm1(ratio) - ratio)
-    return torch.where(a > 0, torch.where(ratio.abs() < 1, near, b - a - a * ratio), b)

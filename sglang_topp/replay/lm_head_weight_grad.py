@@ -41,6 +41,11 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
         raise InvalidInputError(
             f"weight_grad: got {weight_grad!r}, expected 'dense', 'sparse' or a buffer [V, H]{hint}"
         )
+    if weight.requires_grad and not weight.is_leaf:
+        raise InvalidInputError(
+            "weight_grad: got a buffer for a weight that is computed from parameters, which would get no"
+            " gradient; use 'dense', or pass the parameter itself"
+        )
     if weight_grad.layout != torch.strided or weight_grad.shape != weight.shape:
         raise InvalidInputError(
             f"weight_grad: got shape {tuple(weight_grad.shape)} and layout {weight_grad.layout},"

@@ -41,6 +41,7 @@ from sglang_topp.replay.vocab_shard_candidates import (
     TargetMatch,
     check_num_sets,
     check_targets,
+    refuse_dtensors,
     sets_on,
 )
 
@@ -210,6 +211,7 @@ def mask_logits(
 
 def _check_logits(logits: Tensor, targets: Tensor) -> None:
     check_targets(targets)
+    refuse_dtensors(logits=logits)
     if logits.ndim != 2 or len(logits) != len(targets):
         raise InvalidInputError(
             f"logits: got shape {tuple(logits.shape)} for {len(targets)} targets, expected [T, V]"
@@ -224,8 +226,8 @@ class _FromLogits(torch.autograd.Function):
     If the caller passes targets, the node also computes two values per position over the whole vocabulary:
     the target's log-prob, and, if `entropy` is True, the entropy.
 
-    The backward builds a single gradient tensor for the logits, and adds the contributions of all three
-    outputs to this tensor.
+    The backward builds a single gradient tensor for the logits. It adds up the gradients of all three outputs
+    before it rounds them to the dtype of the logits.
     """
 
     @staticmethod
@@ -272,16 +274,20 @@ class _FromLogits(torch.autograd.Function):
         grad_TV = torch.zeros(ctx.shape, dtype=ctx.logits_dtype, device=positions_m.device)
         if grad_logprobs_T is not None or grad_entropy_T is not None:
             logits_TV, column_T, log_total_T, entropy_T = full
+
+            def bounds_of(part: slice) -> Tensor:
+                return torch.tensor([part.start, part.stop], device=positions_m.device)
+
             for part in row_parts(len(logits_TV), ctx.chunk_rows):
                 logits_CV = ctx.transform.of_rows_(logits_TV[part, : ctx.num_ids].to(dtype, copy=True), part)
                 grad_CV = to_gradient(
                     logits_CV, part, log_total_T, entropy_T, column_T[part], grad_logprobs_T, grad_entropy_T
                 )
-                grad_TV[part, : ctx.num_ids] = ctx.transform.backward_rows_(grad_CV, None, part)
-        if grad_m is not None:
-            # No pair `(positions_m[i], columns_m[i])` occurs twice, so this indexed addition is
-            # deterministic.
-            grad_TV[positions_m, columns_m] = (grad_TV[positions_m, columns_m].to(dtype) + grad_m).to(
-                grad_TV.dtype
-            )
+                ctx.transform.backward_rows_(grad_CV, None, part)
+                if grad_m is not None:  # before the chunk's gradient is rounded
+                    inside = slice(*torch.searchsorted(positions_m, bounds_of(part)).tolist())
+                    grad_CV[positions_m[inside] - part.start, columns_m[inside]] += grad_m[inside]
+                grad_TV[part, : ctx.num_ids] = grad_CV
+        elif grad_m is not None:
+            grad_TV[positions_m, columns_m] = grad_m.to(grad_TV.dtype)
         return grad_TV, None, None, None, None, None, None, None, None

@@ -25,7 +25,7 @@ from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.vocab_shard_candidates import SupportIndex, TargetMatch
 from sglang_topp.replay.vocab_shard_reductions import first_true, reduce_max, reduce_sum
 
-__all__ = ["Scores", "accumulation_dtype", "check_held", "score_support"]
+__all__ = ["Scores", "accumulation_dtype", "check_held", "kl_terms", "score_support"]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def score_support(
     """Compute the scores from the `logits` (float32 or float64 [m]) of this rank's candidates.
 
     Under tensor parallelism, each rank passes the logits that it holds, and all ranks get the same scores.
-    The forward runs two reductions over the ranks, one of maxima and one of sums. With `per_candidate`, the
-    forward runs a third reduction. The backward needs no communication. The incoming gradient must therefore
+    The forward runs two reductions over the ranks, one of maxima and one of sums. `per_candidate` and `kl_to`
+    each add another reduction. The backward needs no communication. The incoming gradient must therefore
     be the same on every rank, which is true if all ranks compute the same loss.
 
     `support` lists the candidates, and `match` marks each position's target among them. If `match.is_absent`
@@ -145,8 +145,6 @@ class _SupportSoftmax(torch.autograd.Function):
         ]
         if entropy:
             sums.append(segment_sum(torch.where(possible_m, weight_m * shifted_m, 0.0)))
-        if other_m is not None:
-            sums.append(segment_sum(torch.where(possible_m, weight_m * (shifted_m - other_m), 0.0)))
         total_A, target_A, held_A, *moments = reduce_sum(torch.stack(sums), group).unbind()
         log_total_A = total_A.log()
         if match.is_absent is None:
@@ -170,7 +168,9 @@ class _SupportSoftmax(torch.autograd.Function):
             # line replaces the 0 with NaN.
             logprobs_T.masked_fill_(match.is_absent, torch.nan)
         entropy_A = log_total_A - moments.pop(0) / total_A if entropy else None
-        kl_A = moments.pop(0) / total_A - log_total_A if other_m is not None else None
+        kl_A = None
+        if other_m is not None:
+            kl_A = reduce_sum(segment_sum(kl_terms(logprob_m, other_m)), group)
         by_candidate_n = None
         if per_candidate:
             by_candidate_n = logprob_m.new_zeros(support.num_candidates)
@@ -239,6 +239,19 @@ def _normalized(logprobs_n: Tensor, support: SupportIndex) -> Tensor:
 
     shifted_n = logprobs_n - per_entry(torch.segment_reduce(logprobs_n, "max", offsets=offsets))
     return shifted_n - per_entry(torch.segment_reduce(shifted_n.exp(), "sum", offsets=offsets).log())
+
+
+def kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
+
+    At each position, the probabilities `a` of all outcomes sum to 1, and so do the probabilities `b`. The sum
+    of `b - a` is therefore 0, and the sum of the terms is the KL. If `a` and `b` are almost equal, a rounding
+    error in a log-prob changes a term only by about the square of the error. A small KL is therefore accurate
+    too.
+    """
+    a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
+    near = a * (torch.expm1(ratio) - ratio)
+    return torch.where(a > 0, torch.where(ratio.abs() < 1, near, b - a - a * ratio), b)
 
 
 def check_held(held_A: Tensor, support: SupportIndex) -> None:

@@ -23,7 +23,15 @@ from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.vocab_shard_reductions import first_true
 
-__all__ = ["Shard", "SupportIndex", "TargetMatch", "check_num_sets", "check_targets", "sets_on"]
+__all__ = [
+    "Shard",
+    "SupportIndex",
+    "TargetMatch",
+    "check_num_sets",
+    "check_targets",
+    "refuse_dtensors",
+    "sets_on",
+]
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,16 @@ def check_targets(targets: Tensor) -> None:
         raise InvalidInputError(
             f"targets: got shape {tuple(targets.shape)} and dtype {targets.dtype}, expected integers [T]"
         )
+
+
+def refuse_dtensors(**tensors: Tensor | None) -> None:
+    """Raise InvalidInputError if a tensor is a DTensor, which holds only a part of its rows on this rank."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):
+            raise InvalidInputError(
+                f"{name}: it is a DTensor, expected a plain tensor; pass {name}.full_tensor(), or with FSDP2"
+                " call the module's unshard() before you read its parameter"
+            )
 
 
 def check_num_sets(candidates: CandidateSets | CandidateTensors, targets: Tensor) -> None:

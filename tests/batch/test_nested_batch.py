@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from sglang_topp.batch import (
     NestedBatch,
     NestedFieldSpec,
     nest_batch,
-    reference_loops,
+    split_micro_batches,
+    take_batch,
     unnest_batch,
 )
 from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.fake_gpu import gpu
 
 DTYPES = [
@@ -476,6 +479,53 @@ def test_a_batch_that_holds_jagged_tensors_is_nested() -> None:
     assert [len(part["input_ids"]) for part in map(unnest_batch, nested.chunk(2))] == [2, 1]
     with pytest.raises(InvalidInputError, match="input_ids: got 3 rows, expected 2, as in mask"):
         nest_batch({"mask": mask[:2], "input_ids": batch["input_ids"]}, {})
+
+
+WAYS: dict[str, Callable[[dict[str, Any], list[int]], Iterable[tuple[list[int], Any]]]] = {
+    "take_batch": lambda batch, rows: [(rows[::-1], take_batch(batch, rows[::-1]))],
+    "take_batch of a TensorDict": lambda batch, rows: [
+        (rows[::-1], take_batch(TensorDict(batch, [len(rows)]), rows[::-1]))
+    ],
+    "slice": lambda batch, rows: [(rows[1:], unnest_batch(nest_batch(batch, {})[1:]))],
+    "chunk": lambda batch, rows: [
+        (part.tolist(), unnest_batch(each))
+        for part, each in zip(np.array_split(rows, 2), nest_batch(batch, {}).chunk(2), strict=True)
+    ],
+    "MicroBatches.of": lambda batch, rows: [
+        (part.tolist(), micro)
+        for plan in [split_micro_batches([1] * len(rows), 2, ranks=2)]
+        for rank in range(2)
+        for part, micro in zip(plan.rows[rank], plan.of(batch, rank), strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [[5, 8, 2], [4, 4, 4], [0, 3], [0, 0], [7], [0]])
+@pytest.mark.parametrize("shape", [("j",), ("j", 4), (3, "j"), (9, "j"), (3, 2, "j")])
+def test_parts_of_a_jagged_tensor_are_padded_to_their_longest_row(
+    way: str, lengths: list[int], shape: tuple[Any, ...]
+) -> None:
+    ragged = shape.index("j")
+    rows = [torch.randn([n if size == "j" else size for size in shape]) for n in lengths]
+    batch = {"x": jagged(rows, ragged + 1), "label": torch.arange(len(rows))}
+    for part, got in WAYS[way](batch, list(range(len(rows)))):
+        assert got["label"].tolist() == part
+        width = max((lengths[i] for i in part), default=0)
+        expected = torch.zeros(len(part), *(width if size == "j" else size for size in shape))
+        for line, i in zip(expected, part, strict=True):
+            line.narrow(ragged, 0, lengths[i]).copy_(rows[i])
+        if part:  # torch pads no rows to width 0 in every dimension
+            assert torch.nested.to_padded_tensor(got["x"], 0).equal(expected)
+
+
+@pytest.mark.parametrize("lengths", [[5, 8, 2], [4, 4, 4], [0, 3], [0, 0], [7], [0]])
+@pytest.mark.parametrize("rest", [(), (3,), (9,), (2, 2)])
+def test_a_jagged_field_is_padded_to_its_longest_row(lengths: list[int], rest: tuple[int, ...]) -> None:
+    mask = (torch.arange(20) < torch.tensor(lengths)[:, None]).long()
+    field = torch.randint(1, 9, (*mask.shape, *rest)) * mask.view(*mask.shape, *(1 for _ in rest))
+    nested = nest_batch({"mask": mask, "field": field}, {"field": "mask"})
+    assert torch.nested.to_padded_tensor(nested.jagged("field"), 0).equal(field[:, : max(lengths)])
 
 
 def test_a_pickled_part_of_a_jagged_tensor_holds_its_own_rows_only() -> None:

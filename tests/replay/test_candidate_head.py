@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import Scores, candidate_logprobs, head_logprobs
+from sglang_topp.replay import Scores, candidate_logprobs, head_logprobs, masked_logprobs
 
 V, H = 61, 19
 SIZES = [3, SINGLE, 7, EMPTY, V, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -277,6 +277,29 @@ def test_kl_to_itself_is_zero(sets):
     targets = targets_of(sets)
     own = candidate_logprobs(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
     assert candidate_logprobs(hidden, weight, targets, sets, kl_to=own).kl.abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("reference", ["of the head", "of the logits"])
+def test_a_small_kl_keeps_its_digits(reference, step):
+    """After one small step, the KL is about the square of the step: far below float32's distance from 1."""
+    sets = random_sets([7, 30, 2, V] * 8, V)
+    targets, rng = targets_of(sets), torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, H, generator=rng) / 4 for n in (len(sets), V))
+    moved = hidden + step * torch.randn(hidden.shape, generator=rng)
+    exact_other = scores(hidden.double() @ weight.double().t(), targets, sets)["candidate_logprobs"]
+    exact = scores(moved.double() @ weight.double().t(), targets, sets, exact_other)["kl"]
+
+    if reference == "of the head":
+        own = candidate_logprobs(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
+        kl = candidate_logprobs(moved, weight, targets, sets, kl_to=own).kl
+    else:
+        own = masked_logprobs(hidden @ weight.t(), targets, sets, per_candidate=True).candidate_logprobs
+        kl = masked_logprobs(moved @ weight.t(), targets, sets, kl_to=own).kl
+    assert (kl >= 0).all()
+    # The log-probs are rounded to about 1e-7 of their size, and a step moves them by about the step.
+    relative = (kl - exact).abs() / exact
+    assert float(relative.median()) < 5e-6 / step
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])

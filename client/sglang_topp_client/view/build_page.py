@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout, load_scored_rollouts
+from sglang_topp_client.storage.trainer_columns import ScoredRollout, load_scored_rollouts
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.view.fill_html_template import page_chunks
 from sglang_topp_client.view.rollout_table import MAX_ROWS

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+from sglang_topp_client.storage.trainer_columns import ScoredRollout
 from sglang_topp_client.types.rollout import ABORT
 from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
 from sglang_topp_client.view.ratio_summary import OFF, RatioSummary

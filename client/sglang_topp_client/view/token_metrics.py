@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.candidates.entropy import set_entropy
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+from sglang_topp_client.storage.trainer_columns import ScoredRollout
 
 __all__ = ["TokenMetrics", "token_metrics"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+from sglang_topp_client.storage.trainer_columns import ScoredRollout
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.view.token_metrics import TokenMetrics, token_metrics
 

@@ -23,11 +23,16 @@ import numpy as np
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
+from sglang_topp_patches.hooks import Seam, after
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import KEY, Entry
 
-__all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
+__all__ = ["CALLED", "fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
+
+CALLED = (
+    Seam("sglang.srt.utils.network.NetworkAddress", "Build the prefill server's address.", ("host", "port")),
+)
 
 # The timeout of one HTTP request to the prefill server. The prefill server answers within 20 s, with an empty
 # answer if the sets are not ready.
@@ -38,8 +43,9 @@ _RETRY_S = 0.5
 _LATE_S = 30.0
 
 
+@after("sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req")
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: record where the first token's set is.
+    """Record where the first token's set is.
 
     The prefill server sends a request's first token with the KV cache, but without the first token's set.
     This hook runs in the decode server's scheduler, and records that the first token's set is on the prefill

@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
 from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
+from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.request import sets_request
@@ -48,10 +49,11 @@ class PrefillServer:
         self.sets = PrefillSets(in_flight)
         self._loop: asyncio.AbstractEventLoop | None = None  # None until the first request arrives
 
+    @around("sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request")
     async def await_decode_server(
         self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._tokenize_one_request`: delay the prefill of one prompt.
+        """Delay the prefill of one prompt.
 
         The hook waits until a decode server has asked for the request's sets. SGLang sends the request to the
         scheduler only after the hook returns.
@@ -61,10 +63,11 @@ class PrefillServer:
             await self._await_question(obj)
         return tokenized
 
+    @around("sglang.srt.managers.tokenizer_manager.TokenizerManager._batch_tokenize_and_process")
     async def await_decode_servers(
         self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
     ) -> Any:
-        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: delay the prefill of all prompts.
+        """Delay the prefill of all prompts.
 
         SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits until
         decode servers have asked for the sets of every prompt.
@@ -122,8 +125,9 @@ class PrefillServer:
             first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
             self.sets.put(obj.bootstrap_room, first)
 
+    @after("sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes")
     def add_route(self, result: None, bootstrap_server: Any) -> None:
-        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route that decode servers call.
+        """Add the route that decode servers call.
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """

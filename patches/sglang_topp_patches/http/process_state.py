@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.refusal_reasons import server_problems
@@ -77,15 +78,17 @@ class HttpProcess:
         self.model.check_request(get)
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the server's arguments."""
+    """Store the server's arguments."""
     process.server_args = server_args
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", state=HttpProcess)
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the model's limits."""
+    """Store the model's limits."""
     process.model = ModelLimits.of(self, server_args)

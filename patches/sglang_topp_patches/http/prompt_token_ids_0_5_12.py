@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from sglang_topp_patches.hooks import after, before
 from sglang_topp_patches.request import sets_request
 
 __all__ = ["note", "note_batch", "write"]
@@ -13,23 +14,26 @@ __all__ = ["note", "note_batch", "write"]
 _IDS = "_sglang_topp_prompt_ids"
 
 
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", until="0.5.13")
 def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager._send_one_request`: store one prompt's token ids."""
+    """Store one prompt's token ids."""
     state = self.rid_to_state[tokenized_obj.rid]
     if sets_request(state.obj).returns_prompt_ids:
         setattr(state, _IDS, list(tokenized_obj.input_ids))
 
 
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_batch_request", until="0.5.13")
 def note_batch(self: Any, tokenized_objs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager._send_batch_request`: store each prompt's token ids."""
+    """Store each prompt's token ids."""
     for tokenized_obj in tokenized_objs:
         note(self, tokenized_obj)
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response", until="0.5.13")
 def write(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._wait_one_response`: add the prompt's token ids to each chunk."""
+    """Add the prompt's token ids to each chunk."""
     ids = getattr(self.rid_to_state[obj.rid], _IDS, None)
     return chunks if ids is None else _with_ids(chunks, ids)
 

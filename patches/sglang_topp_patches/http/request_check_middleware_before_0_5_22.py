@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp_patches.hooks import before
 from sglang_topp_patches.http import request_fields, route_policy, server_info
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.request import FIELDS
@@ -68,8 +69,9 @@ class OlderReleaseMiddleware:
         await Response(body, start["status"], headers)(scope, receive, send)
 
 
+@before("fastapi.applications.FastAPI.build_middleware_stack", until="0.5.22", always=True, state=HttpProcess)
 def install(process: HttpProcess, app: Any) -> None:
-    """BEFORE hook on `FastAPI.build_middleware_stack`: install `OlderReleaseMiddleware` behind `Guard`."""
+    """Install `OlderReleaseMiddleware` behind `Guard`."""
     if any(middleware.cls is route_policy.Guard for middleware in app.user_middleware):
         app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
 

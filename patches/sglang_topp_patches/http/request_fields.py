@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http import model_limit_checks, resume, route_policy, slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.refusal_reasons import request_problem, source_problems
@@ -50,8 +51,14 @@ PROMPT_IDS = "return_prompt_token_ids"
 """A field of SGLang 0.5.13 and later, which the plugin adds to older releases."""
 
 
+@after(
+    "sglang.srt.entrypoints.api_contract.generate_contract_error",
+    since="0.5.22",
+    always=True,
+    state=HttpProcess,
+)
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
-    """AFTER hook on `generate_contract_error`: parse the body, and return the message of a 400, or None.
+    """Parse the body, and return the message of an HTTP 400, or None.
 
     After a stream has begun with status 200, an error can no longer change the status. So the body is parsed
     before the stream begins.
@@ -72,8 +79,9 @@ def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None
     return None
 
 
+@around("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", state=HttpProcess)
 def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) -> None:
-    """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`: attach what each prompt wants."""
+    """Attach what each prompt wants."""
     call = route_policy.current_call.get() or route_policy.Call()
     if call.requests is not None:
         requests, call.requests = call.requests, None
@@ -99,14 +107,16 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
         attach(self, requests[0])
 
 
+@after("sglang.srt.managers.io_struct.GenerateReqInput.__getitem__")
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: attach to a part of a batch what the part wants."""
+    """Attach to a part of a batch what the part wants."""
     attach_part(item, self, i)
     return item
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object")
 def send_to_scheduler(tokenized: Any, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """AFTER hook on `TokenizerManager._create_tokenized_object`: send along what the request wants.
+    """Send along what the request wants.
 
     SGLang has merged the server's default sampling parameters by now, so no default is displaced.
     """

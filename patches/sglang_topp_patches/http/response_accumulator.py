@@ -62,7 +62,8 @@ class ResponseAccumulator:
         """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`.
 
         The `Entry` of a token holds the token's set, or the reason why the set is missing. An `Entry` in
-        `prompt_rows` holds the weight version of the prompt's sets, or a refusal.
+        `prompt_rows` holds the weight version of the prompt's sets, a refusal, or the reason why a position
+        has no set.
         """
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
@@ -81,12 +82,17 @@ class ResponseAccumulator:
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
             self.weight_spans.add(entry.weight_version if entry else "")
-        rows = []
+        rows: list[PackedSet | None] = []
         for row in prompt_rows:
-            if isinstance(row, Entry):
-                self.weight_spans.prompt = row.weight_version
-            else:
+            if not isinstance(row, Entry):
                 rows.append(row)
+            elif row.problem:
+                rows.append(None)
+                self.problem = (
+                    self.problem or f"no candidate set at prompt position {len(rows)}: {row.problem}"
+                )
+            else:
+                self.weight_spans.prompt = row.weight_version
         if rows:
             # The row of a prompt position holds the candidates for the token at the next position. No row
             # has candidates for the prompt's first token, so the list begins with None. The last row has the

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.hooks import around, before
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.memory.budget import Account, InFlight
 from sglang_topp_patches.request import BASE64, FIELDS, NUCLEUS, SetsRequest
@@ -214,20 +215,23 @@ class Guard:
             call.close()
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle.submit_request", since="0.5.14", always=True)
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
-    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets over gRPC."""
+    """Refuse requests for sets over gRPC."""
     for place in _places(req_dict, ""):
         raise InvalidInputError(_cannot("gRPC", place))
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._submit_openai", since="0.5.14", always=True)
 def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
-    """BEFORE hook on `RuntimeHandle._submit_openai`: refuse requests for sets on OpenAI routes over gRPC."""
+    """Refuse requests for sets on OpenAI routes over gRPC."""
     for place in _asked_at(json_body):
         raise InvalidInputError(_cannot("gRPC", place))
 
 
+@around("fastapi.applications.FastAPI.build_middleware_stack", always=True, state=HttpProcess)
 def guard(process: HttpProcess, original: Callable[[Any], ASGIApp], app: Any) -> ASGIApp:
-    """AROUND hook on `FastAPI.build_middleware_stack`: install `Guard` in front of SGLang's routes.
+    """Install `Guard` in front of SGLang's routes.
 
     An application builds its middleware when it begins to serve, so it doesn't matter whether SGLang's HTTP
     server or the plugin was loaded first.

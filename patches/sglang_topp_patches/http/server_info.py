@@ -8,6 +8,7 @@ from typing import Any
 from sglang_topp_patches import refusal_reasons
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.compat.seam_check import status
+from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import budget
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess, StagingCounts
@@ -16,10 +17,15 @@ from sglang_topp_patches.scheduler_messages import KEY
 __all__ = ["add_status", "note_scheduler_states", "report_state"]
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.get_internal_state",
+    always=True,
+    state=HttpProcess,
+)
 async def note_scheduler_states(
     process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
 ) -> list[Any]:
-    """AROUND hook on `TokenizerManager.get_internal_state`: keep the status that each scheduler reports.
+    """Keep the status that each scheduler reports.
 
     SGLang calls the hooked function to answer `GET /server_info`.
     """
@@ -28,10 +34,11 @@ async def note_scheduler_states(
     return states
 
 
+@after("sglang.srt.utils.common.build_server_info", since="0.5.22", always=True, state=HttpProcess)
 def add_status(
     process: HttpProcess, result: dict[str, Any], server_args: Any, scheduler_info: Any
 ) -> dict[str, Any]:
-    """AFTER hook on `build_server_info`: add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
+    """Add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
 
     The field `sglang_topp` contains the memory limits and the limits of the served model. The sidecar checks
     requests against the memory limits and the model's limits.
@@ -64,8 +71,9 @@ def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int
     return {name: sum(each[name] for each in there) for name in StagingCounts().to_dict()}
 
 
+@after("sglang.srt.managers.scheduler.Scheduler.get_internal_state", always=True, state=SchedulerProcess)
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER hook on `Scheduler.get_internal_state`: add the patch set's status, under `sglang_topp`."""
+    """Add the patch set's status, under `sglang_topp`."""
     report = status().to_dict()
     problems = list(refusal_reasons.server_problems(self.server_args))
     result.internal_state[KEY] = {

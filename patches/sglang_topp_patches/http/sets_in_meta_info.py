@@ -28,6 +28,7 @@ from typing import Any
 from sglang_topp import formats
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.disaggregation import fetch_prefill_sets
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
@@ -38,6 +39,7 @@ from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_requ
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, SETS, Entry, Positions, join
 
 __all__ = [
+    "CALLED",
     "answer_with_status",
     "merge_chunks",
     "receive_entries",
@@ -46,6 +48,19 @@ __all__ = [
     "write_sets",
     "write_sets_of",
 ]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        "Know which fields of a chunk have one entry per token.",
+        ("meta_info", "last_output_offset"),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        "Abort a request that can only end as an error.",
+        ("rid",),
+    ),
+)
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
@@ -56,8 +71,9 @@ _PER_TOKEN = (
 )
 
 
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output")
 def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take sets out of a scheduler's message.
+    """Take sets out of a scheduler's message.
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
@@ -71,6 +87,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info", state=HttpProcess)
 def write_meta_info(
     process: HttpProcess,
     result: None,
@@ -82,7 +99,7 @@ def write_meta_info(
     return_text_in_logprobs: bool,
     **kwargs: Any,
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: add candidate sets to the answer."""
+    """Add candidate sets to the answer."""
     finished = meta_info["finish_reason"] is not None
     wanted = sets_request(state.obj)
     field, at_end = wanted.field, wanted.is_sent_at_end
@@ -126,6 +143,11 @@ def write_meta_info(
     meta_info[KEY] = [start, accumulator.num_tokens]
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    state=HttpProcess,
+)
 def write_sets(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -135,7 +157,7 @@ def write_sets(
     state: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
+    """Write the sets into each chunk that is sent.
 
     If a client reads more slowly than the engine generates, SGLang omits some chunks, and the next chunk
     covers the tokens of the omitted chunks. The hook writes sets only into the chunks that SGLang sends to
@@ -147,16 +169,26 @@ def write_sets(
     return _with_sets(process, chunks, self, state)
 
 
+@after(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    until="0.5.23",
+)
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: set each error's HTTP status.
+    """Set each error's HTTP status.
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
     return _with_status(chunks, obj) if sets_request(obj).field else chunks
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+    until="0.5.19",
+    state=HttpProcess,
+)
 def write_sets_of(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -164,7 +196,7 @@ def write_sets_of(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
+    """Write sets and error statuses.
 
     This hook combines `write_sets` and `answer_with_status`.
     """
@@ -284,10 +316,11 @@ def _accumulator(state: Any) -> ResponseAccumulator:
     return accumulator
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager._coalesce_streaming_chunks")
 def merge_chunks(
     result: dict[str, Any], self: Any, out_list: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: keep all sets of merged chunks."""
+    """Keep all sets of merged chunks."""
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
@@ -301,8 +334,9 @@ def merge_chunks(
     return result
 
 
+@around("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req")
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
-    """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
+    """Correct an aborted answer's last chunk.
 
     When SGLang retracts a running request, for example for a pause, the request goes back to the scheduler's
     queue. SGLang may already have streamed a part of the request's answer. If the request is aborted in the

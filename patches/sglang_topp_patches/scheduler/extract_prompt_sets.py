@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.memory.budget import InFlight, budget
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
@@ -42,6 +43,7 @@ _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
 
 __all__ = [
+    "CALLED",
     "PassExtraction",
     "PromptSets",
     "compute_logprobs_only",
@@ -52,32 +54,53 @@ __all__ = [
     "process_whole",
 ]
 
+CALLED = (
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        "Read which rows of a pass score which prompt tokens.",
+        keywords=(
+            "extend_logprob_pruned_lens_cpu",
+            "top_logprobs_nums",
+            "extend_input_logprob_token_ids_gpu",
+        ),
+    ),
+)
 
-def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """Extract sets from the logits that SGLang computes: AROUND hook on `InputLogprobProcessor.forward`.
+
+@around("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", since="0.5.16")
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    *,
+    input_logprob_indices: torch.Tensor,
+    get_logits_fn: Callable[..., torch.Tensor],
+    logits_metadata: Any,
+    **kwargs: Any,
+) -> Any:
+    """Extract sets from the logits that SGLang computes.
 
     SGLang passes all arguments of the hooked function by keyword.
     """
-    indices = kwargs["input_logprob_indices"]
-    observer = _observer_of(self, kwargs["logits_metadata"], indices)
+    kwargs |= {"input_logprob_indices": input_logprob_indices, "logits_metadata": logits_metadata}
+    observer = _observer_of(self, logits_metadata, input_logprob_indices)
     if observer is None:
-        return original(self, **kwargs)
-    get_logits = kwargs["get_logits_fn"]
+        return original(self, get_logits_fn=get_logits_fn, **kwargs)
 
     def get_logits_observed(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        logits: torch.Tensor = get_logits(states, *args, **options)
+        logits = get_logits_fn(states, *args, **options)
         observer.add(logits)
         return logits
 
-    result = original(self, **{**kwargs, "get_logits_fn": get_logits_observed})
+    result = original(self, get_logits_fn=get_logits_observed, **kwargs)
     observer.finish()
     return result
 
 
+@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs", until="0.5.16")
 def process_whole(
     original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
 ) -> Any:
-    """Extract all prompt sets of a pass together: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
+    """Extract all prompt sets of a pass together."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     observer = _observer_of(self, logits_metadata, rows)
     if observer is not None:
@@ -86,6 +109,7 @@ def process_whole(
     return original(self, input_logits, logits_metadata)
 
 
+@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs_by_chunk", until="0.5.16")
 def process_by_chunk(
     original: Callable[..., Any],
     self: Any,
@@ -96,7 +120,7 @@ def process_by_chunk(
     lm_head: Any,
     logits_metadata: Any,
 ) -> Any:
-    """Extract prompt sets in chunks: AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`."""
+    """Extract prompt sets in chunks."""
     observer = _observer_of(self, logits_metadata, input_logprob_indices)
     setattr(self, _OBSERVER, observer)
     try:
@@ -116,8 +140,9 @@ def process_by_chunk(
     return result
 
 
+@after("sglang.srt.layers.logits_processor.LogitsProcessor._get_logits", until="0.5.16")
 def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extract the prompt sets from a chunk of logits: AFTER hook on `LogitsProcessor._get_logits`."""
+    """Extract the prompt sets from a chunk of logits."""
     if (observer := getattr(self, _OBSERVER, None)) is not None:
         observer.add(result)
 
@@ -260,10 +285,11 @@ class PassExtraction:
         self.thresholds[self._owners == owner] = 0
 
 
+@around("sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only")
 def compute_logprobs_only(
     original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
 ) -> None:
-    """Attach a pass's prompt sets to its output: AROUND hook on `ModelRunner.compute_logprobs_only`.
+    """Attach a pass's prompt sets to its output.
 
     SGLang calls `compute_logprobs_only` instead of `sample` if `max_new_tokens` is 0, because such a pass
     samples no token.
@@ -275,8 +301,9 @@ def compute_logprobs_only(
         internals().attach(logits_output, PassSets((forward_pass.prompt,)))
 
 
+@after("sglang.srt.managers.schedule_batch.Req.reset_for_retract")
 def forget_rows(result: None, self: Any) -> None:
-    """Free the sets of a partly scored prompt after a retraction: AFTER hook on `Req.reset_for_retract`.
+    """Free the sets of a partly scored prompt after a retraction.
 
     After a retraction, SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. A
     request with an output token has a completely scored prompt, so the hook keeps the sets of this prompt.
@@ -336,10 +363,11 @@ class PromptSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `customized_info`."""
-        packed: list[PackedSet | None] = []
+        packed: list[PackedSet | Entry] = []
         for chunk in (each.on_host() for each in self.chunks):
             packed += [
-                None if row in chunk.problems else each for row, each in enumerate(chunk.packed_sets())
+                Entry(None, chunk.problems[row]) if row in chunk.problems else each
+                for row, each in enumerate(chunk.packed_sets())
             ]
         start = 0
         for row, (req, request_id, p, count) in enumerate(
@@ -374,14 +402,14 @@ class PromptSets:
             if not there:
                 there.append(Entry(None, weight_version=self.weights.version))
             there.extend(own)
-            if None in own:
+            if any(isinstance(each, Entry) for each in own):
                 end_without_set(req)
                 continue
             charge(req, _num_candidates(own), len(own))
 
 
-def _num_candidates(packed: Sequence[PackedSet | None]) -> int:
-    return sum(len(each[0]) // 4 for each in packed if each is not None)
+def _num_candidates(packed: Sequence[PackedSet | Entry]) -> int:
+    return sum(len(each[0]) // 4 for each in packed if not isinstance(each, Entry))
 
 
 def _no_sets(count: int, device: torch.device) -> ExtractedSets:

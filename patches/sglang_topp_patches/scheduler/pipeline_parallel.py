@@ -20,6 +20,7 @@ import torch
 
 from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import around
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler_messages import KEY
 
@@ -73,10 +74,15 @@ class PassSets:
             part.consume(batch, commits)
 
 
+@around(
+    "sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors",
+    since="0.5.19",
+    state=InFlight,
+)
 def add_to_stage_output(
     in_flight: InFlight, original: Callable[..., None], tensors: MutableMapping[str, Any], output: Any
 ) -> None:
-    """Send a pass's sets from the last stage: AROUND hook on `add_auxiliary_output_to_pp_tensors`."""
+    """Send a pass's sets from the last stage."""
     from sglang.srt.runtime_context import get_parallel
 
     outputs = getattr(output, "outputs", (output,))
@@ -104,10 +110,11 @@ def add_to_stage_output(
         in_flight.trimmer.trim_soon()
 
 
+@around("sglang.srt.managers.scheduler_pp_mixin.pop_auxiliary_output_from_pp_tensors", since="0.5.19")
 def take_from_stage_output(
     original: Callable[..., Any], tensors: MutableMapping[str, Any], observer: Any
 ) -> Any:
-    """Receive a pass's sets in the first stage: AROUND hook on `pop_auxiliary_output_from_pp_tensors`."""
+    """Receive a pass's sets in the first stage."""
     ours, lengths = tensors.pop(KEY, ((), ()))
     flat = [tensors.pop(f"{KEY}.{place}")[:length] for place, length in enumerate(lengths)]
     output = original(tensors, observer)

@@ -17,6 +17,7 @@ from sglang_topp.engine_contract.resumable_sampling_params import (
     RESUMED,
     find_resume_problem,
 )
+from sglang_topp_patches.hooks import Seam, around, before
 from sglang_topp_patches.refusal_reasons import (
     nucleus_problem,
     request_problem,
@@ -39,9 +40,18 @@ from sglang_topp_patches.scheduler.prefix_cache_per_weights import outside_kv_pr
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit
 
-__all__ = ["check_request", "receive"]
+__all__ = ["CALLED", "check_request", "receive"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        "Refuse a request in the scheduler.",
+        ("error_msg",),
+    ),
+)
 
 
+@around("sglang.srt.managers.schedule_batch.Req.__init__", always=True)
 def receive(
     original: Callable[..., None],
     self: Any,
@@ -52,7 +62,7 @@ def receive(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """AROUND hook on `Req.__init__`: attach the `SetsRequest`, and restore the request's `custom_params`."""
+    """Attach the `SetsRequest`, and restore the request's `custom_params`."""
     carried = sampling_params.custom_params
     if isinstance(carried, Carried):
         # With pipeline parallelism, the next stage gets the object that came, with the `Carried` in it.
@@ -62,8 +72,9 @@ def receive(
     original(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, **kwargs)
 
 
+@before("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", always=True, state=SchedulerProcess)
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a request that cannot be served exactly: BEFORE hook on `Scheduler._add_request_to_queue`."""
+    """Refuse a request that cannot be served exactly."""
     wanted = sets_request(req)
     if wanted is NOTHING:
         if name := _unchecked_field(req.sampling_params.custom_params):

@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import before
 from sglang_topp_patches.memory.budget import (
     LIST_FORM_COST,
     Account,
@@ -91,8 +92,9 @@ def close_account(req: Any) -> None:
         account.close()
 
 
+@before("sglang.srt.managers.scheduler.Scheduler.abort_request")
 def close_accounts_of_aborted(self: Any, recv_req: Any) -> None:
-    """Call `close_account` for requests aborted in a queue: BEFORE hook on `Scheduler.abort_request`.
+    """Call `close_account` for requests aborted in a queue.
 
     SGLang removes an aborted request from the waiting queue, and sends no more tokens for the request. But
     SGLang may keep a reference to the request for two more forward passes.

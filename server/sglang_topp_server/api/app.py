@@ -119,8 +119,7 @@ def create_app(
                 order = parse_abort(body)
         except DisconnectedError:
             raise BadRequestError("the body: the connection closed before its end", status=400) from None
-        await engine.abort(order.request_id)
-        return AbortAnswer()
+        return AbortAnswer(aborted=await engine.abort(order.request_id))
 
     _add_status_routes(app, engine, limits, metrics)
     if recent is not None:

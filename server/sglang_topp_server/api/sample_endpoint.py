@@ -94,27 +94,22 @@ class SampleEndpoint(Response):
         self._encoding = accepted_encoding(Headers(scope=scope), self._spec.media_type)
         is_admitted = False
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                # If too many requests are in flight, refuse this request before the sidecar reads the
-                # request's body. After the sidecar has read the body, `with self._concurrency` checks the
-                # limit again.
-                self._concurrency.require_place()
-                request = await self._read(Headers(scope=scope), receive)
-                with self._concurrency:
-                    model = await self._engine.require_ready()
-                    # Check the request in a thread, because checking millions of token ids takes
-                    # milliseconds.
-                    survives_grammars = self._engine.status.survives_grammars
-                    await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
-                    is_admitted = True
-                    outcome = await self._answer(request, receive, send)
+            # If too many requests are in flight, refuse this request before the sidecar reads the
+            # request's body. After the sidecar has read the body, `with self._concurrency` checks the
+            # limit again.
+            self._concurrency.require_place()
+            request = await self._read(Headers(scope=scope), receive)
+            with self._concurrency:
+                model = await self._engine.require_ready()
+                # Check the request in a thread, because checking millions of token ids takes
+                # milliseconds.
+                survives_grammars = self._engine.status.survives_grammars
+                await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
+                is_admitted = True
+                outcome = await self._answer(request, receive, send)
             error: SglangToppError | None = None
         except DisconnectedError:
             error, outcome = None, "aborted"
-        except TimeoutError:
-            error = RequestTimeoutError(
-                f"the request took longer than this server's limit of {self._limits.timeout_s:g} s"
-            )
         except asyncio.CancelledError:
             error = ServerError("the sidecar is stopping", status=503)
         except Exception as cause:

@@ -33,13 +33,12 @@ def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
         ("--max-in-flight", count, limits.max_in_flight, "maximum requests at once; more get a 429"),
         ("--max-samples", count, limits.max_samples, "maximum samples of one request: prompts times n"),
         ("--max-body-bytes", count, limits.max_body_bytes, "maximum bytes of one request body"),
-        ("--timeout-s", seconds, limits.timeout_s, "time limit in seconds of one request"),
         (
-            "--max-stall-s",
+            "--io-timeout-s",
             seconds,
-            limits.max_stall_s,
-            "seconds that a request body may fall behind 64 KiB/s before it gets a 408, and that a caller may"
-            " leave its answer unread before its connection is reset",
+            limits.io_timeout_s,
+            "seconds that a caller has to send its body before it gets a 408, and that it may leave its"
+            " answer unread before its connection is reset",
         ),
         (
             "--max-held-bytes",

@@ -1,25 +1,22 @@
-"""BodyReader: read request bodies, and limit their size, their arrival rate, and their total memory."""
+"""BodyReader: read request bodies, and limit their size, their time, and the number of large ones."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from sglang_topp.errors import BadRequestError, OverloadedError
-from sglang_topp_server.limits.settings import MIN_BYTES_PER_S, Limits
+from sglang_topp.errors import BadRequestError
+from sglang_topp_server.limits.settings import Limits
 
 __all__ = ["BodyReader", "DisconnectedError"]
 
-# The sidecar reserves no memory for a body of at most this many bytes, because uvicorn buffers 64 KiB of any
-# body anyway.
-_UNCOUNTED_BYTES = 1 << 16
-# The maximum memory that all bodies together may reserve, as a multiple of `Limits.max_body_bytes`.
-_MAX_LARGEST_BODIES = 4
+# uvicorn buffers this many bytes of any body anyway, so smaller bodies need no place.
+_LARGE_BYTES = 1 << 16
+_MAX_LARGE_BODIES = 4
 
 
 class DisconnectedError(Exception):
@@ -29,113 +26,50 @@ class DisconnectedError(Exception):
 class BodyReader:
     """The reader of all request bodies of one server.
 
-    All bodies together may reserve a total of four times `max_body_bytes` of memory. A `BodyReader` reserves
-    memory for each body of more than 64 KiB. If the request has a `Content-Length`, the `BodyReader` reserves
-    that many bytes before it reads the body. Without a `Content-Length`, the `BodyReader` reserves
-    `max_body_bytes` after the first 64 KiB. If too little memory is free, the `BodyReader` stops reading the
-    body until other bodies release memory.
+    At most four bodies that are, or may become, larger than 64 KiB are in memory at once. Others wait for a
+    place in their order of arrival. Slow callers cannot keep the places, because each body must arrive within
+    `Limits.io_timeout_s`.
 
     Args:
-        limits: the maximum size and the minimum rate of a body.
+        limits: the maximum size and time of a body.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._free_bytes = _MAX_LARGEST_BODIES * limits.max_body_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._places = asyncio.Semaphore(_MAX_LARGE_BODIES)
 
     @asynccontextmanager
     async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
-        """Yield the whole body, whose memory stays reserved until the `async with` block ends.
+        """Yield the whole body, which keeps its place until the `async with` block ends.
 
         Raises:
-            BadRequestError: the body exceeds `max_body_bytes` (413) or arrives too slowly (408).
-            OverloadedError: too little memory was free for `Limits.max_stall_s` seconds.
+            BadRequestError: the body exceeds `max_body_bytes` (413), or takes too long (408).
             DisconnectedError: the caller disconnected.
         """
-        content_length = _content_length(headers)
-        if content_length is not None and content_length > self._limits.max_body_bytes:
-            raise self._too_long(str(content_length))
-        body = bytearray()
-        # The `BodyReader` waits at most `left_s` more seconds for the body's next bytes. For each
-        # MIN_BYTES_PER_S bytes that arrive, `left_s` grows by one second, up to `max_stall_s`.
-        left_s = self._limits.max_stall_s
-        async with AsyncExitStack() as reservation:
-            is_counted = False
-            is_last = False
-            while not is_last:
-                if not is_counted and max(len(body), content_length or 0) > _UNCOUNTED_BYTES:
-                    await reservation.enter_async_context(
-                        self._reserve(content_length or self._limits.max_body_bytes)
-                    )
-                    is_counted = True
-                data, is_last, waited_s = await self._next(receive, left_s, len(body), content_length)
-                left_s = min(self._limits.max_stall_s, left_s - waited_s + len(data) / MIN_BYTES_PER_S)
-                body += data
-                if len(body) > self._limits.max_body_bytes:
-                    raise self._too_long("more")
-            yield body
+        length = _content_length(headers)
+        if length is not None and length > self._limits.max_body_bytes:
+            raise self._too_long(str(length))
+        async with nullcontext() if length is not None and length <= _LARGE_BYTES else self._places:
+            yield await self._receive(receive)
 
-    async def _next(
-        self, receive: Receive, left_s: float, num_bytes: int, content_length: int | None
-    ) -> tuple[bytes, bool, float]:
-        """Return the body's next part, whether it is the last part, and the seconds until it arrived."""
-        clock = asyncio.get_running_loop().time
-        start_s = clock()
+    async def _receive(self, receive: Receive) -> bytearray:
+        body, timeout_s = bytearray(), self._limits.io_timeout_s
         try:
-            async with asyncio.timeout(left_s):
-                message = await receive()
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise DisconnectedError
+                    body += message.get("body", b"")
+                    if len(body) > self._limits.max_body_bytes:
+                        raise self._too_long("more")
+                    if not message.get("more_body", False):
+                        return body
         except TimeoutError:
             raise BadRequestError(
-                f"the body: got {num_bytes} of {content_length or 'some'} bytes and fell"
-                f" {self._limits.max_stall_s:g} s behind, expected {MIN_BYTES_PER_S} bytes/s",
+                f"the body: got {len(body)} bytes in {timeout_s:g} s, expected the whole body in this time",
                 status=408,
             ) from None
-        if message["type"] == "http.disconnect":
-            raise DisconnectedError
-        data: bytes = message.get("body", b"")
-        return data, not message.get("more_body", False), clock() - start_s
-
-    @asynccontextmanager
-    async def _reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve `num_bytes` of memory until the `async with` block ends.
-
-        Bodies get memory in their order of arrival, so that small bodies do not overtake a large one.
-        """
-        if self._waiting or num_bytes > self._free_bytes:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((num_bytes, turn))
-            try:
-                async with asyncio.timeout(self._limits.max_stall_s):
-                    await turn
-            except BaseException as error:
-                if turn.done() and not turn.cancelled():
-                    self._release(num_bytes)
-                else:
-                    with suppress(ValueError):
-                        self._waiting.remove((num_bytes, turn))
-                    self._release(0)
-                if isinstance(error, TimeoutError):
-                    raise OverloadedError(
-                        f"the body: other bodies left no memory for its {num_bytes} bytes during"
-                        f" {self._limits.max_stall_s:g} s; send the request again later",
-                        retry_after_s=1.0,
-                    ) from None
-                raise
-        else:
-            self._free_bytes -= num_bytes
-        try:
-            yield
-        finally:
-            self._release(num_bytes)
-
-    def _release(self, num_bytes: int) -> None:
-        self._free_bytes += num_bytes
-        while self._waiting and self._waiting[0][0] <= self._free_bytes:
-            needed, turn = self._waiting.popleft()
-            if not turn.done():
-                self._free_bytes -= needed
-                turn.set_result(None)
 
     def _too_long(self, got: str) -> BadRequestError:
         return BadRequestError(

@@ -133,7 +133,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
         stopping.set()
 
     server = Server(settings)
-    listener = listen(settings.host, settings.port, reader_timeout_s=settings.limits.max_stall_s)
+    listener = listen(settings.host, settings.port, reader_timeout_s=settings.limits.io_timeout_s)
     url = url_of(settings.host, listener.getsockname()[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)

@@ -60,8 +60,7 @@ class LimitsInfo(BaseModel):
     max_in_flight: int
     max_samples: int
     max_body_bytes: int
-    timeout_s: float
-    max_stall_s: float
+    io_timeout_s: float
     max_held_bytes: int
 
     @classmethod

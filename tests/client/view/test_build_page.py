@@ -14,7 +14,7 @@ import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout
+from sglang_topp_client.storage.trainer_columns import ScoredRollout
 from sglang_topp_client.view import build_page
 from sglang_topp_client.view.build_page import page_of_file, page_of_rollouts
 from sglang_topp_client.view.fill_html_template import content_security_policy

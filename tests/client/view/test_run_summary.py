@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets
-from sglang_topp_client.storage.scored_rollout_files import ScoredRollout, load_scored_rollouts
+from sglang_topp_client.storage.trainer_columns import ScoredRollout, load_scored_rollouts
 from sglang_topp_client.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
 from sglang_topp_client.view.run_summary import RunSummary
 from sglang_topp_client.view.token_metrics import token_metrics

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sglang_topp import nucleus
-from sglang_topp.nucleus import reference
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget, InFlight
 from sglang_topp_patches.request import SetsRequest, attach
@@ -40,6 +39,7 @@ from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY
 from tests.fake_gpu import forbid_waits, gpu
+from tests.nucleus import reference
 
 PROCESS = SchedulerProcess(InFlight(1 << 20))
 VOCAB = 300

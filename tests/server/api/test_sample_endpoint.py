@@ -178,13 +178,8 @@ def test_a_stream_that_runs_out_of_time_has_no_end_mark(sidecar, engine, eventua
     eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="failed") == 1)
 
 
-def test_the_servers_own_time_limit_is_504(engine, start, stream):
-    sidecar = start(engine.url, timeout_s=0.5)
-
-    answer = sidecar.rollouts("a", fault="hang", stream=stream)
-
-    assert answer.status_code == 504
-    assert "this server's limit of 0.5 s" in answer.json()["error"]["message"]
+def test_only_the_caller_limits_the_time_of_a_request(sidecar):
+    assert "timeout_s" not in sidecar.http.get("/info").json()["limits"]
 
 
 # -- invalid bodies --------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     monkeypatch.setenv("SGLANG_TOPP_API_KEY", "ours")
     monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
     argv = ["serve", "--model-path", "m", "--host", "0.0.0.0", "--port", "9", "--engine-port", "0"]
-    argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5", "--timeout-s", "6"]
-    argv += ["--max-stall-s", "9", "--max-held-bytes", "10"]
+    argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5"]
+    argv += ["--io-timeout-s", "9", "--max-held-bytes", "10"]
     argv += ["--ready-timeout-s", "7", "--grace-s", "8", "--", "--tp-size", "2", "--", "--x"]
 
     assert main.main(argv) == 0
@@ -82,7 +82,7 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     ((settings, command),) = runs
     assert (settings.host, settings.port) == ("0.0.0.0", 9)
     assert (settings.api_key, settings.engine_api_key) == ("ours", "theirs")
-    assert settings.limits == Limits(3, 4, 5, 6.0, 9.0, 10)
+    assert settings.limits == Limits(3, 4, 5, 9.0, 10)
     assert (settings.ready_timeout_s, settings.grace_s) == (7.0, 8.0)
     port = settings.engine_url.removeprefix("http://127.0.0.1:")
     assert int(port) > 0
@@ -164,7 +164,7 @@ def test_one_port_for_both_is_refused(runs, capsys):
         ["doctor", "--", "--tp-size", "2"],
         ["sidecar", "--engine-url", "http://e:1", "--port", "65536"],
         ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
-        ["sidecar", "--engine-url", "http://e:1", "--timeout-s", "inf"],
+        ["sidecar", "--engine-url", "http://e:1", "--io-timeout-s", "inf"],
         ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
         ["sidecar", "--engine-url", "http://e:1", "--workers", "2"],
     ],

@@ -69,14 +69,21 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> dict[str, torch.Tensor]:
-    """Return left-padded sequences, and right-aligned loss masks of the last `num_actions` tokens."""
-    longest, width = max(len(ids) for ids in input_ids), max(num_actions)
+    """Return left-padded sequences, and right-aligned loss masks of the last `num_actions` tokens.
+
+    The loss mask of a sample's first token is left out, because nothing predicts that token.
+    """
+    predicted = [
+        mask[1:] if count and count == len(ids) else mask
+        for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True)
+    ]
+    longest, width = max(len(ids) for ids in input_ids), max(len(mask) for mask in predicted)
     sequences, attention_masks, masks = [], [], []
-    for ids, count, mask in zip(input_ids, num_actions, loss_masks, strict=True):
+    for ids, mask in zip(input_ids, predicted, strict=True):
         pad = longest - len(ids)
         sequences.append([pad_token_id] * pad + ids)
         attention_masks.append([0] * pad + [1] * len(ids))
-        masks.append([0] * (width - count) + mask)
+        masks.append([0] * (width - len(mask)) + mask)
     loss_mask = torch.tensor(masks, dtype=torch.int64)
     if normalize_loss_mask:
         loss_mask = loss_mask.float() * (1 / max(1, int(loss_mask.sum())))

@@ -12,9 +12,10 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from sglang_topp import CandidateSets, plots
+from sglang_topp import CandidateSets
 from sglang_topp.candidates.entropy import set_entropy
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_client import plots
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -97,6 +98,6 @@ def test_what_cannot_be_drawn_is_named() -> None:
 
 
 def test_the_extra_is_named_without_matplotlib() -> None:
-    code = "import sys; sys.modules['matplotlib'] = None; from sglang_topp import plots; plots._axes(None)"
+    code = "import sys; sys.modules['matplotlib'] = None; import sglang_topp_client.plots as p; p._axes(None)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install 'sglang-topp[plot]'" in ended.stderr

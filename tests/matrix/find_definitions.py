@@ -1,7 +1,6 @@
 """Find a package's functions, classes, and signatures in its source code, without importing the package.
 
-`sglang-topp doctor` uses this module to find the new place of an SGLang function that is missing at its old
-place. The tests use this module to check SGLang releases that are not installed.
+It checks SGLang releases that are not installed, and finds the new place of a function that moved.
 
 The package griffe 2.4.1 cannot replace this module. In a test with SGLang 0.5.23, griffe loaded the package
 `sglang`, and found none of the names that the patch set uses. All these names are in the folder `sglang/srt`.

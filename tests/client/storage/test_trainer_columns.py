@@ -9,8 +9,7 @@ import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutWriter, add_trainer_columns, load_rollouts, save_rollouts
-from sglang_topp_client.storage.scored_rollout_files import load_scored_rollouts
-from sglang_topp_client.storage.trainer_score_columns import trainer_fields
+from sglang_topp_client.storage.trainer_columns import load_scored_rollouts
 
 
 @pytest.fixture
@@ -77,8 +76,11 @@ def test_a_directory_becomes_a_file(tmp_path, target, rollouts):
             {"trainer_logprobs": [[[0.5], [0.5, 1.0]], [], []]},
             "trainer_logprobs: rollout 0: got .*expected a list",
         ),
-        ({"trainer_logprobs": [np.zeros(3)] * 3}, r"trainer_logprobs: rollout 1: got shape \[3\], .* \[4\]"),
-        ({"trainer_masked_logprobs": [0.0] * 3}, r"rollout 0: got shape \[\], expected \[3\]"),
+        (
+            {"trainer_logprobs": [np.zeros(3)] * 3},
+            r"rollout 1: got shape \[3\], .* of 4 numbers",
+        ),
+        ({"trainer_masked_logprobs": [0.0] * 3}, r"rollout 0: got shape \[\], expected .* of 3 numbers"),
     ],
 )
 def test_other_lengths_are_errors_and_leave_no_file(path, target, columns, message):
@@ -87,25 +89,56 @@ def test_other_lengths_are_errors_and_leave_no_file(path, target, columns, messa
     assert [one.name for one in target.parent.iterdir()] == [path.name]
 
 
-def test_a_file_is_not_replaced(path):
+def test_a_file_is_replaced_only_if_asked(path, rollouts):
     with pytest.raises(InvalidInputError, match="got a path that exists"):
         add_trainer_columns(path, path, rewards=[1, 1, 1])
+    add_trainer_columns(path, path, rewards=[1, 1, 1], overwrite=True)
+    assert [one.scores.reward for _, one in load_scored_rollouts(path)] == [1, 1, 1]
+    assert [one.request_id for one in load_rollouts(path)] == [one.request_id for one in rollouts]
 
 
-def test_a_foreign_column_is_no_column_of_a_trainer(tmp_path, path):
+def test_columns_of_earlier_calls_and_of_others_stay(tmp_path, path, target, rollouts):
     table = pq.read_table(path)
-    for name, message in (("other", "got the columns .*other"), ("reward", "got the columns")):
-        foreign = tmp_path / f"{name}.parquet"
-        pq.write_table(table.append_column(name, [["text"] * 3]), foreign)
-        with pytest.raises(WireError, match=message):
-            list(load_scored_rollouts(foreign))
+    others = {
+        "step": pa.array([7, None, 9], pa.int64()),
+        "judge": pa.array([{"name": "é", "at": 3}] * 3).cast(
+            pa.struct({"name": pa.large_string(), "at": "i4"})
+        ),
+        "when": pa.array([0, 1, 2], pa.duration("us")),
+    }
+    for name, column in others.items():
+        table = table.append_column(name, column)
+    pq.write_table(table, tmp_path / "others.parquet")
+    full = [one.logprobs for one in rollouts]
+    add_trainer_columns(tmp_path / "others.parquet", tmp_path / "one.parquet", trainer_logprobs=full)
+    add_trainer_columns(tmp_path / "one.parquet", tmp_path / "two.parquet", rewards=[1, 2, 3])
+    add_trainer_columns(tmp_path / "two.parquet", target, rewards=[4, None, 6])
+
+    written = pq.read_table(target)
+    for name, column in others.items():
+        assert written.column(name).to_pylist() == column.to_pylist()
+        assert written.column(name).type == column.type
+    back = [one for _, one in load_scored_rollouts(target)]
+    assert [one.scores.reward for one in back] == [4, None, 6]
+    for one, values, before in zip(back, full, rollouts, strict=True):
+        assert np.array_equal(one.scores.logprobs, values)
+        assert one.rollout.candidates == before.candidates
+
+
+def test_a_trainers_column_of_another_type_is_an_error_where_it_is_read(tmp_path, path, rollouts):
+    foreign = tmp_path / "foreign.parquet"
+    pq.write_table(pq.read_table(path).append_column("reward", [["text"] * 3]), foreign)
+    with pytest.raises(WireError, match=r"foreign.parquet: reward: got string, expected double"):
+        list(load_scored_rollouts(foreign))
+    assert len(list(load_rollouts(foreign))) == len(rollouts)
 
 
 def test_a_column_of_another_length_names_the_row(tmp_path, path):
     foreign = tmp_path / "short.parquet"
-    field = trainer_fields()["trainer_logprobs"]
-    table = pq.read_table(path).append_column(field, pa.array([[0.0] * 3] * 3, field.type))
-    pq.write_table(table, foreign, store_schema=False)
+    table = pq.read_table(path).append_column(
+        "trainer_logprobs", pa.array([[0.0] * 3] * 3, pa.list_(pa.float32()))
+    )
+    pq.write_table(table, foreign)
     with pytest.raises(WireError, match=r"rollout 1: trainer_logprobs: got 3 for 4 output_ids"):
         list(load_scored_rollouts(foreign))
 
