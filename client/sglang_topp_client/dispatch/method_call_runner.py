@@ -197,32 +197,32 @@ class MethodCallRunner:
 
     async def abort(self, request_id: str) -> int:
         """Abort the requests with the id `request_id`; see `AsyncRolloutClient.abort`."""
-        here = self._here()
+        here, counts = self._here(), list[int]()
         elsewhere = [
-            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._abort_here(request_id), loop))
+            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._abort_here(request_id, counts), loop))
             for loop in list(self._loops)
             if loop is not asyncio.get_running_loop() and loop.is_running()
         ]
-        count = await self._abort_here(request_id)
+        await self._abort_here(request_id, counts)
         if elsewhere:
-            # A loop that ends at this moment never answers, and ends its requests too.
+            # A loop that ends with its requests may cancel this abort or never answer.
             done, _ = await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
-            count += sum(each.result() for each in done if not each.cancelled())
-        if not count:
-            count = sum(await here.endpoints.order_all(lambda endpoint: endpoint.abort(request_id)))
-        return count
+            for each in done:
+                if not each.cancelled():
+                    each.result()
+        return sum(counts) or sum(await here.endpoints.order_all(lambda endpoint: endpoint.abort(request_id)))
 
-    async def _abort_here(self, request_id: str) -> int:
-        """Abort the requests of this event loop, and return how many there were."""
+    async def _abort_here(self, request_id: str, counts: list[int]) -> None:
+        """Abort the requests of this event loop, and append to `counts` how many there are."""
         here = self._here()
         tasks = [task for task, request in here.running.items() if is_id_of(request.name, request_id)]
+        counts.append(len(tasks))
         names = {here.running[task].name for task in tasks}
         graceful = _abort_gracefully(here, tasks)
         await _cancel([task for task in tasks if task not in graceful])
         await _wait_until_done(graceful)
         for name in names:
             await here.endpoints.aborts_delivered(name)
-        return len(tasks)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
