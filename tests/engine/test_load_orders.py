@@ -73,7 +73,7 @@ def test_slimes_fields_come(served: Engine) -> None:
 def test_resumed_tokens_are_served_or_refused(served: Engine) -> None:
     first = served.generate(**ASKED, return_prompt_token_ids=True)
     ids = [*first["prompt_token_ids"], *first["output_ids"][:3]]
-    answer = served.post(input_ids=ids, sampling_params=SAMPLING, resumed_tokens=3)
+    answer = served.post(input_ids=ids, sampling_params=SAMPLING, return_logprob=True, resumed_tokens=3)
     if refused(Feature.RESUMED):
         assert answer.status_code == 400
         assert "resumed_tokens: answers are not resumed here" in answer.text

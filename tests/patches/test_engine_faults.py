@@ -28,8 +28,7 @@ from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 

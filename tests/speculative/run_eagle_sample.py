@@ -20,8 +20,7 @@ from sglang_topp_patches.request import SetsRequest
 from sglang_topp_patches.scheduler import speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet
+from sglang_topp_patches.set_buffer import KEY, PackedSet
 from tests.speculative import kernels
 from tests.speculative.chain_draft_worker import accepted, reporter
 

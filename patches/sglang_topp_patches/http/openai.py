@@ -23,7 +23,7 @@ from typing import Any
 
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.http.route_policy import current_call
-from sglang_topp_patches.scheduler_messages import SETS
+from sglang_topp_patches.set_buffer import SETS
 
 __all__ = ["add_to_answer", "add_to_stream", "collect_sets"]
 

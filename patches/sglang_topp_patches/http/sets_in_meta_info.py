@@ -37,8 +37,7 @@ from sglang_topp_patches.http.route_policy import current_call
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_request
-from sglang_topp_patches.scheduler_messages import KEY, SETS
-from sglang_topp_patches.set_buffer import Positions, Problem
+from sglang_topp_patches.set_buffer import KEY, SETS, Positions, Problem
 
 __all__ = [
     "CALLED",

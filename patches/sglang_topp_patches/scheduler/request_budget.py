@@ -16,8 +16,7 @@ from sglang_topp_patches.hooks import before
 from sglang_topp_patches.memory.budget import LIST_FORM_COST, budget, per_sample_refusal
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import Problem, SetBuffer
+from sglang_topp_patches.set_buffer import KEY, Problem, SetBuffer
 
 __all__ = ["admit", "buffer_of", "charge", "end_without_set", "forget_aborted", "is_refused", "refuse"]
 

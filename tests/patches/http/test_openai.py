@@ -12,7 +12,7 @@ import pytest
 from fastapi import HTTPException
 
 from sglang_topp_patches.http import openai, route_policy
-from sglang_topp_patches.scheduler_messages import SETS
+from sglang_topp_patches.set_buffer import SETS
 
 STOP = {"type": "stop"}
 FIRST = 'data: {"id": "a", "created": 7, "object": "text_completion", "choices": [{"index": 0}]}\n\n'
