@@ -1,8 +1,8 @@
-"""Benchmark of full-vocabulary log-probs from hidden states: `head_logprobs` against other packages.
+"""Benchmark of full-vocabulary log-probs from hidden states: `score` against other packages.
 
-The benchmark measures every package that is installed and runs on this machine. The last contender,
-`candidate_logprobs`, scores over candidate sets. No other package can score over candidate sets. To measure
-every contender, install `trl`, `cut-cross-entropy`, and `liger-kernel`.
+The benchmark measures every package that is installed and runs on this machine. The last contender scores
+over candidate sets, which no other package can. To measure every contender, install `trl`,
+`cut-cross-entropy`, and `liger-kernel`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare
 from benchmarks.replay import make_sets
-from sglang_topp.replay import candidate_logprobs, head_logprobs
+from sglang_topp.replay import score
 
 __all__ = ["run"]
 
@@ -49,10 +49,8 @@ def run() -> None:
             continue
         print(f"{name} {version}: differs from torch by at most {float(errors.abs().max()):.1e}")
         contenders[f"{name}: {label}"] = contender
-    contenders["head_logprobs"] = lambda: head_logprobs(hidden, weight, targets).logprobs
-    contenders["candidate_logprobs (over the candidates)"] = lambda: (
-        candidate_logprobs(hidden, weight, targets, sets).logprobs
-    )
+    contenders["score without sets"] = lambda: score(hidden, weight, targets).logprobs
+    contenders["score (over the candidates)"] = lambda: score(hidden, weight, targets, sets).logprobs
 
     def forward_backward(function: Callable[[], Tensor]) -> Callable[[], None]:
         def call() -> None:

@@ -19,10 +19,9 @@ from sglang_topp import CandidateSets
 from sglang_topp.replay import (
     Layout,
     Scores,
-    candidate_logprobs,
-    head_logprobs,
     mask_logits,
-    masked_logprobs,
+    score,
+    score_logits,
 )
 
 __all__ = ["make_sets", "run"]
@@ -51,7 +50,7 @@ def _run_on_cpu() -> None:
     shape = f"T = {T}, H = {H}, V = {V}, {len(sets.token_ids)} candidates"
     compare(
         f"candidate-only head, forward + backward; {shape}",
-        {"full logits, dense mask": dense_head(T, H, V), "candidate_logprobs": candidate_head(T, H, V)},
+        {"full logits, dense mask": dense_head(T, H, V), "score": candidate_head(T, H, V)},
         rounds=5,
         target=20,
         picture="replay",
@@ -60,12 +59,29 @@ def _run_on_cpu() -> None:
         "candidate-only head, peak memory beyond inputs and gradients",
         {
             "full logits, dense mask": (dense_head, (T, H, V)),
-            "candidate_logprobs": (candidate_head, (T, H, V)),
+            "score": (candidate_head, (T, H, V)),
         },
         warmup=TINY,
         target=20,
         picture="replay",
     )
+    for size in (8192, V):
+        compare(
+            f"large sets, {size} candidates a position, forward + backward; T = 256, H = {H}, V = {V}",
+            {
+                "full logits, dense mask": dense_head(256, H, V, size),
+                "score": candidate_head(256, H, V, size),
+            },
+            rounds=5,
+        )
+        compare_peaks(
+            f"large sets, {size} candidates a position, peak memory beyond inputs and gradients",
+            {
+                "full logits, dense mask": (dense_head, (256, H, V, size)),
+                "score": (candidate_head, (256, H, V, size)),
+            },
+            warmup=TINY,
+        )
     compare(
         f"candidate-only head by set size, all sets of one size; T = {T}, H = {H}, V = {V}",
         {f"sets of {size}": candidate_head(T, H, V, size) for size in (8, 16, 32, 64, 128)},
@@ -74,27 +90,27 @@ def _run_on_cpu() -> None:
     compare(
         f"one reference and four PPO epochs over the same sets; {shape}",
         {
-            "candidate_logprobs(sets)": epochs(T, H, V, to_torch=False),
-            "candidate_logprobs(sets.to_torch())": epochs(T, H, V, to_torch=True),
+            "score(sets)": epochs(T, H, V, to_torch=False),
+            "score(sets.to_torch())": epochs(T, H, V, to_torch=True),
         },
         rounds=9,
     )
     compare(
         f"from logits, forward + backward; {shape}",
-        {"dense mask": dense_logits(T, H, V), "masked_logprobs": sparse_logits(T, H, V)},
+        {"dense mask": dense_logits(T, H, V), "score_logits": sparse_logits(T, H, V)},
         rounds=5,
         target=5,
         picture="replay",
     )
     compare_peaks(
         "from logits, peak memory beyond the logits and their gradient",
-        {"dense mask": (dense_logits, (T, H, V)), "masked_logprobs": (sparse_logits, (T, H, V))},
+        {"dense mask": (dense_logits, (T, H, V)), "score_logits": (sparse_logits, (T, H, V))},
         warmup=TINY,
         picture="replay",
     )
     compare(
         f"whole vocabulary, forward + backward; T = {T}, H = {H}, V = {V}",
-        {"full logits": plain_full_head(T, H, V), "head_logprobs": full_head(T, H, V)},
+        {"full logits": plain_full_head(T, H, V), "score without sets": full_head(T, H, V)},
         rounds=3,
     )
     kept = (1, 2, 4, 8)
@@ -163,9 +179,9 @@ def _targets(sets: CandidateSets, device: str = "cpu") -> Tensor:
     return torch.tensor(sets.sampled_ids, dtype=torch.int64, device=device)
 
 
-def dense_head(t: int, h: int, v: int) -> Work:
+def dense_head(t: int, h: int, v: int, size: int | None = None) -> Work:
     hidden, weight = _head_inputs(t, h, v, torch.float32, "cpu")
-    sets = make_sets(t, v)
+    sets = make_sets(t, v, size)
     targets = _targets(sets)
 
     def function() -> Tensor:
@@ -180,7 +196,7 @@ def candidate_head(
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v, size)
     targets = _targets(sets, device)
-    return _work(lambda: candidate_logprobs(hidden, weight, targets, sets).logprobs, [hidden, weight])
+    return _work(lambda: score(hidden, weight, targets, sets).logprobs, [hidden, weight])
 
 
 def epochs(
@@ -203,9 +219,9 @@ def epochs(
     def step() -> None:
         candidates = sets.to_torch(device) if to_torch else sets
         with torch.no_grad():
-            candidate_logprobs(hidden, weight, targets, candidates)
+            score(hidden, weight, targets, candidates)
         for _ in range(4):
-            scores = candidate_logprobs(hidden, weight, targets, candidates, weight_grad=buffer)
+            scores = score(hidden, weight, targets, candidates, weight_grad=buffer)
             scores.logprobs.sum().backward()
         if hidden.is_cuda:
             torch.cuda.synchronize()
@@ -227,7 +243,7 @@ def dense_logits(t: int, h: int, v: int) -> Work:
 def sparse_logits(t: int, h: int, v: int) -> Work:
     logits, sets = _logits(t, v), make_sets(t, v)
     targets = _targets(sets)
-    return _work(lambda: masked_logprobs(logits, targets, sets).logprobs, [logits])
+    return _work(lambda: score_logits(logits, targets, sets).logprobs, [logits])
 
 
 def plain_full_head(t: int, h: int, v: int) -> Work:
@@ -241,7 +257,7 @@ def full_head(
 ) -> Work:
     hidden, weight = _head_inputs(t, h, v, dtype, device)
     targets = torch.arange(t, device=device) % v
-    return _work(lambda: head_logprobs(hidden, weight, targets, chunk_rows=chunk).logprobs, [hidden, weight])
+    return _work(lambda: score(hidden, weight, targets, chunk_rows=chunk).logprobs, [hidden, weight])
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
@@ -251,7 +267,7 @@ def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
     targets = torch.arange(t // n) % v
 
     def function() -> Tensor:
-        return head_logprobs(rows.select(hidden), weight, targets, chunk_rows=chunk).logprobs
+        return score(rows.select(hidden), weight, targets, chunk_rows=chunk).logprobs
 
     return _work(function, [hidden, weight])
 
@@ -261,8 +277,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     compare(
         f"GPU, {dtype}, forward + backward; T = {t}, H = {h}, V = {v}",
         {
-            "head_logprobs, full logits in chunks": full_head(t, h, v, None, dtype, device),
-            "candidate_logprobs": candidate_head(t, h, v, None, dtype, device),
+            "score without sets, full logits in chunks": full_head(t, h, v, None, dtype, device),
+            "score": candidate_head(t, h, v, None, dtype, device),
         },
         rounds=5,
         target=30,
@@ -271,8 +287,8 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
     compare(
         f"GPU, {dtype}, one reference and four PPO epochs over the same sets; T = {t}, H = {h}, V = {v}",
         {
-            "candidate_logprobs(sets)": epochs(t, h, v, to_torch=False, dtype=dtype, device=device),
-            "candidate_logprobs(sets.to_torch())": epochs(t, h, v, to_torch=True, dtype=dtype, device=device),
+            "score(sets)": epochs(t, h, v, to_torch=False, dtype=dtype, device=device),
+            "score(sets.to_torch())": epochs(t, h, v, to_torch=True, dtype=dtype, device=device),
         },
         rounds=9,
     )
@@ -293,14 +309,14 @@ def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
 
     def forward() -> Scores:
         with torch.no_grad():
-            scores = candidate_logprobs(hidden, weight, targets, sets)
+            scores = score(hidden, weight, targets, sets)
         if rows.is_cuda:
             torch.cuda.synchronize()
         return scores
 
     compare(
         "GPU, forward pass against one read of the gathered rows (embedding_bag); above 0.33 is the goal",
-        {"read once": read_once, "candidate_logprobs, forward": forward},
+        {"read once": read_once, "score, forward": forward},
         rounds=9,
         picture="replay",
     )

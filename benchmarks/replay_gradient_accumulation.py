@@ -28,7 +28,7 @@ from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
 from benchmarks.replay import TINY, H, T, V, make_sets
 from sglang_topp import CandidateSets
-from sglang_topp.replay import candidate_logprobs, mask_logits
+from sglang_topp.replay import mask_logits, score
 
 __all__ = ["run"]
 
@@ -45,7 +45,7 @@ def run() -> None:
         f" {len(sets.token_ids)} candidates, {len(ids_with_gradient)} ids with a gradient;"
         f" OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'not set')}"
     )
-    labels = {way: f"candidate_logprobs, weight_grad {way}" for way in WAYS}
+    labels = {way: f"score, weight_grad {way}" for way in WAYS}
     compare(
         "accumulating, forward + backward",
         {"full logits, dense mask": dense_head(T, H, V)}
@@ -104,7 +104,7 @@ def candidate_head(t: int, h: int, v: int, way: str = "buffer", spread: int | No
 
     def value() -> Tensor:
         where = weight.grad if way == "buffer" else way
-        return candidate_logprobs(hidden, weight, targets, sets, weight_grad=where).logprobs
+        return score(hidden, weight, targets, sets, weight_grad=where).logprobs
 
     return _work(value, hidden)
 

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
-from sglang_topp.replay import full_logprobs, masked_logprobs, replayed_old_logprobs
+from sglang_topp.replay import replayed_old_logprobs, score_logits
 
 WAYS = ("replay", "without", "uncorrected", "truncated IS")
 VOCAB, LENGTH = 48, 24
@@ -144,10 +144,7 @@ def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, ad
     """Return PPO's clipped loss, averaged over tokens. `way` is one of the four losses in `WAYS`."""
     drawn_with_T = replayed_old_logprobs(sets, output_ids=targets_T)
     reported_T = torch.from_numpy(sets.sampled_logprobs.copy())
-    if way == "replay":
-        new_T = masked_logprobs(logits_TV, targets_T, sets).logprobs
-    else:
-        new_T = full_logprobs(logits_TV, targets_T).logprobs
+    new_T = score_logits(logits_TV, targets_T, sets if way == "replay" else None).logprobs
     ratio_T = (new_T - (drawn_with_T if way in ("replay", "without") else reported_T)).exp()
     gain_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage_T)
     if way == "truncated IS":

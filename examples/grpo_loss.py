@@ -23,10 +23,9 @@ from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import (
     Layout,
     ReplayMetrics,
-    candidate_logprobs,
-    head_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
 )
 
 
@@ -81,10 +80,8 @@ def grpo_loss(
     targets = rows.take(torch.tensor(output_ids, dtype=torch.int64, device=hidden.device))
     picked = rows.select(hidden)
     old = replayed_old_logprobs(sets, output_ids=targets).to(hidden.device)
-    if replay:
-        new = candidate_logprobs(picked, weight, targets, sets, temperature=temperature, entropy=True)
-    else:
-        new = head_logprobs(picked, weight, targets, temperature=temperature, entropy=True)
+    over = sets if replay else None
+    new = score(picked, weight, targets, over, temperature=temperature, entropy=True)
     assert new.entropy is not None
 
     per_sample = torch.tensor(lengths, device=hidden.device)

@@ -25,10 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 from sglang_topp.batch import RLBatch, collate_rollouts, split_micro_batches
 from sglang_topp.replay import (
     ReplayMetrics,
-    candidate_logprobs,
-    head_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
 )
 from sglang_topp_client import RolloutClient
 from sglang_topp_server.cli.tiny_model import make_tiny_model
@@ -102,10 +101,7 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     width = scored.shape[1]
     states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
     sets, weight = batch["candidates"].sets, model.lm_head.weight
-    if replay:
-        new = candidate_logprobs(states, weight, targets, sets).logprobs
-    else:
-        new = head_logprobs(states, weight, targets).logprobs
+    new = score(states, weight, targets, sets if replay else None).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)
 
     # If the rollout gave a token zero probability, the token's ratio is infinite. Without the clamp, an

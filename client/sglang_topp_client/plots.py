@@ -132,8 +132,8 @@ def ratios(
         old: float [T], the rollout's log-probs over the whole vocabulary.
         sets: the T candidate sets. The plot omits tokens with an empty set.
         ax: the Axes to draw into; the current Axes by default.
-        masked_new: float [T], the trainer's log-probs over the sets. The functions `masked_logprobs` and
-            `candidate_logprobs` of `sglang_topp.replay` compute these log-probs.
+        masked_new: float [T], the trainer's log-probs over the sets, which `score` and `score_logits`
+            of `sglang_topp.replay` compute.
 
     Raises:
         InvalidInputError: the lengths differ, all sets are empty, or the sets have no log-probs.

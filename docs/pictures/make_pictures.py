@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
-from sglang_topp.replay import candidate_logprobs, head_logprobs
+from sglang_topp.replay import score
 from sglang_topp_client import Rollout, add_trainer_columns, plots, save_rollouts
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from sglang_topp_server.view.build_page import page_of_file
@@ -142,8 +142,8 @@ def draw_demo() -> None:
         states = model.model(ids).last_hidden_state[:, len(prompt) - 1 : -1].transpose(0, 1).flatten(0, 1)
         targets = ids[:, len(prompt) :].T.flatten()
         sets = CandidateSets.concat(by_step)
-        full = head_logprobs(states, model.lm_head.weight, targets).logprobs.numpy()
-        masked = candidate_logprobs(states, model.lm_head.weight, targets, sets).logprobs.numpy()
+        full = score(states, model.lm_head.weight, targets).logprobs.numpy()
+        masked = score(states, model.lm_head.weight, targets, sets).logprobs.numpy()
     plt.subplots(figsize=(7, 3.2))
     plots.ratios(full, sets.sampled_logprobs, sets, masked_new=masked)
     save("ratios.svg")

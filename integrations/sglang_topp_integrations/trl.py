@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
-from sglang_topp.replay import candidate_logprobs, replay_metrics, replayed_old_logprobs
+from sglang_topp.replay import replay_metrics, replayed_old_logprobs, score
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.weight_push.tensors_to_push import tensors_as_saved
 
@@ -390,7 +390,7 @@ def _add_candidate_head(model: Any, temperature: float) -> None:
             # If the head is an FSDP group of its own, FSDP gathers its weight only before its own `forward`,
             # and this branch does not call `forward`.
             head.unshard()
-        scores = candidate_logprobs(
+        scores = score(
             states[:, -rows.is_scored.shape[1] - 1 : -1][rows.is_scored],
             head.weight,
             rows.targets,

@@ -49,7 +49,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, _load_sglang
 from sglang_topp import CandidateSets, formats
 from sglang_topp.batch import BatchCandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, describe
-from sglang_topp.replay import masked_logprobs, replayed_old_logprobs
+from sglang_topp.replay import replayed_old_logprobs, score_logits
 
 __all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
 
@@ -202,7 +202,7 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
         # Leave out the padding that verl's `pad_to_length` appends after the packed tokens.
         part = slice(0, len(micro_batch["input_ids"].values()))
         wants_entropy = bool(tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False))
-        scores = masked_logprobs(
+        scores = score_logits(
             output.logits.squeeze(0)[part],
             output_args["input_ids_rmpad_rolled"][part],
             packed_sets(micro_batch).to_torch(output.logits.device),

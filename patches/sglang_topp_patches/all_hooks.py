@@ -41,7 +41,7 @@ __all__ = ["SEAMS", "new_states"]
 _MODULES = (
     # The hooks on one function of SGLang are installed in this order, the innermost first.
     *(process_state, request_fields, offline_engine, openai, sets_in_meta_info, server_info),
-    *(route_policy, request_check_middleware_before_0_5_22, prompt_token_ids_0_5_12),
+    *(request_check_middleware_before_0_5_22, route_policy, prompt_token_ids_0_5_12),
     *(refuse_unchecked_requests, request_budget, resume, requested_rows, sampler_candidates),
     *(host_copy_before_0_5_19, extract_generated_sets, extract_prompt_sets, speculative_verification),
     *(prefix_cache_per_weights, pipeline_parallel, fetch_prefill_sets, serve_prefill_sets),

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.compat.seam_check import status
-from sglang_topp_patches.scheduler_messages import NUCLEUS, SAMPLER, SOURCE
+from sglang_topp_patches.request import NUCLEUS, SAMPLER, SOURCE
 
 __all__ = ["Capabilities", "environment_notes", "environment_problems", "nucleus_problem", "request_problem"]
 
@@ -154,16 +154,18 @@ def _sampler_problems() -> tuple[str, ...]:
 def environment_problems() -> tuple[str, ...]:
     """Return every reason why environment variables rule out candidate sets, or an empty tuple."""
     platform = os.environ.get("SGLANG_PLATFORM")
-    return (
-        *(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name)),
-        *([f"SGLANG_PLATFORM: got {platform!r}: {_OTHER_PLATFORM}"] if platform not in _PLATFORMS else []),
-    )
+    reasons = {name: reason for name, reason in _ENVIRONMENT.items() if _is_set(name)}
+    if not _is_set("SGLANG_USE_PICKLE_IPC", "1"):
+        reasons["SGLANG_USE_PICKLE_IPC"] = "a request for sets reaches the scheduler as a Python object"
+    if platform not in _PLATFORMS:
+        reasons["SGLANG_PLATFORM"] = f"got {platform!r}: {_OTHER_PLATFORM}"
+    return tuple(f"{name}: {reason}; unset it" for name, reason in reasons.items())
 
 
 _PLATFORMS = (None, "", "sglang_topp_cpu")
 _OTHER_PLATFORM = (
     "SGLang then loads no plugin of a package that has another platform, as this package has"
-    " (sglang_topp_cpu); unset it, and SGLang finds an accelerator's platform by itself"
+    " (sglang_topp_cpu), and finds an accelerator's platform by itself without it"
 )
 
 
@@ -296,6 +298,6 @@ def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
     }
 
 
-def _is_set(name: str) -> bool:
+def _is_set(name: str, default: str = "") -> bool:
     """Return whether an environment variable has a value that SGLang reads as true."""
-    return os.environ.get(name, "").strip().lower() in _TRUE
+    return os.environ.get(name, default).strip().lower() in _TRUE

@@ -32,17 +32,14 @@ def register() -> None:
         _register(seams_of((detokenizer_malloc_trim,)), {})
         return
     from sglang_topp_patches import all_hooks
-    from sglang_topp_patches.http import request_fields, worker_app
+    from sglang_topp_patches.http import worker_app
 
     worker_app.install()
-    if _register(all_hooks.SEAMS, all_hooks.new_states()):
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        request_fields.extend_request_class(GenerateReqInput)
+    _register(all_hooks.SEAMS, all_hooks.new_states())
 
 
-def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> bool:
-    """Register the hooks among the seams. Return whether the installed SGLang has all seams.
+def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> None:
+    """Register the hooks among the seams.
 
     Args:
         seams: what the hooks of this process depend on.
@@ -63,7 +60,6 @@ def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> bool:
         if found.active or hook.always:
             function = hook.function if hook.state is None else partial(hook.function, states[hook.state])
             HookRegistry.register(hook.target, function, HookType[hook.kind])
-    return found.active
 
 
 def _is_detokenizer() -> bool:

@@ -20,7 +20,25 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NO_SET", "PackedSet", "PackedSets", "Positions", "Problem", "SetBuffer", "pack_set"]
+__all__ = [
+    "KEY",
+    "NO_SET",
+    "SETS",
+    "PackedSet",
+    "PackedSets",
+    "Positions",
+    "Problem",
+    "SetBuffer",
+    "pack_set",
+]
+
+KEY = "sglang_topp"
+"""The key of `customized_info` under which a request has its `SetBuffer`."""
+
+SETS = "sglang_topp_sets"
+"""The key of `meta_info` for the sets and tokens of a request to an OpenAI route.
+
+The value of this `meta_info` key is None if the request did not ask for sets."""
 
 PackedSet: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""

@@ -8,25 +8,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_head import check_head, support_logits
-from sglang_topp.replay.kl_divergence import divergence
+from sglang_topp.candidates.csr_operations import first_true as first_true_on_host
+from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of, rows_of
+from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
+from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
+from sglang_topp.replay.candidate_index import CandidateIndex, RowIds
+from sglang_topp.replay.candidate_softmax import CandidateSoftmax, kl_terms, segment_sums
 from sglang_topp.replay.lm_head_weight_grad import WeightGrad
 from sglang_topp.replay.logit_scaling import LogitTransform
+from sglang_topp.replay.logit_sources import (
+    Work,
+    accumulation_dtype,
+    check_head,
+    evaluate_head,
+    head_chunk_bytes,
+)
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.scores_from_candidate_logits import accumulation_dtype
-from sglang_topp.replay.tail_logsumexp import support_and_tail
-from sglang_topp.replay.teacher_distribution import SMALLEST_TAIL, TeacherDistribution
-from sglang_topp.replay.vocab_shard_candidates import Shard, SupportIndex
-from sglang_topp.replay.vocab_shard_reductions import reduce_sum
+from sglang_topp.replay.vocab_pass import SoftmaxOver, VocabPass, check_chunk_rows
+from sglang_topp.replay.vocab_shards import Shard, first_true, reduce_sum
 
 __all__ = ["DistillationLoss", "distillation_loss"]
+
+
+# With float32 log-probs, a tail below this probability cannot be distinguished from rounding errors.
+_SMALLEST_TAIL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,7 @@ def distillation_loss(
     """
     check_head(hidden, weight, bias)
     _check_names(direction, outside)
+    check_chunk_rows(chunk_rows)
     num_positions = len(hidden)
     if len(teacher_sets) != num_positions:
         raise InvalidInputError(
@@ -144,52 +157,67 @@ def distillation_loss(
     if loss_mask is not None:
         counts &= as_bool_mask(loss_mask, num_positions)
     has_tail, reverse = outside == "tail", direction == "reverse"
-    if has_tail and not (isinstance(weight_grad, str) and weight_grad == "dense"):
-        got = "a buffer" if isinstance(weight_grad, Tensor) else repr(weight_grad)
-        raise InvalidInputError(
-            f"weight_grad: got {got}, expected 'dense': with outside='tail' every id has a gradient"
-        )
-
     dtype = accumulation_dtype(hidden=hidden, weight=weight)
     shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
-    teacher = TeacherDistribution.of(
+    teacher = _Teacher.of(
         teacher_sets,
         counts,
         num_ids=_num_ids(shard, hidden.device, tp_group) if has_tail else None,
-        smallest_tail=SMALLEST_TAIL if reverse else 0.0,
+        smallest_tail=_SMALLEST_TAIL if reverse else 0.0,
     )
-    support, _ = SupportIndex.of(teacher.sets, hidden.device, shard, smallest=1 if has_tail else 2)
-    other = torch.tensor(teacher.logprobs, dtype=dtype, device=hidden.device)[support.entries]
-    tail = other_tail = None
-    if teacher.tail is not None:
-        if len(support.rows) < num_positions:
-            hidden = hidden.index_select(0, support.rows)
-            transform = transform.take(support.rows)
-        logits, tail = support_and_tail(
-            hidden,
-            weight,
-            bias,
-            support,
-            transform=transform,
-            shard=shard,
-            tp_group=tp_group,
+    index, _ = CandidateIndex.of(
+        teacher.sets,
+        hidden.device,
+        shard,
+        tp_group,
+        smallest=1 if has_tail else 2,
+        lists_all=True,
+        dense=None if has_tail else "head",
+    )
+    work = Work.over_candidates(index, None)
+    rows = index.rows if has_tail else index.dense_rows
+    if has_tail or len(rows):
+        members = RowIds(index.listed.ids, index.offsets) if has_tail else index.picked
+        vocab = VocabPass(
+            len(rows),
+            shard.num_ids,
+            softmaxes=[SoftmaxOver("others", members)] if has_tail else [],
+            columns=None,
+            picks=members,
+            entropy=False,
+            transform=transform.take(rows),
+            dtype=dtype,
+            group=tp_group,
             chunk_rows=chunk_rows,
+            chunk_bytes=head_chunk_bytes(hidden, dtype),
         )
-        other_tail = torch.tensor(teacher.tail, dtype=dtype, device=hidden.device)[support.rows]
-    else:
-        logits = support_logits(
-            hidden,
-            weight,
-            bias,
-            support,
-            transform=transform,
-            tp_group=tp_group,
-            chunk_candidates=None,
-            weight_grad=weight_grad,
-            backend=backend,
+        work = Work(
+            index, None if has_tail else index.gathered, vocab, rows if len(rows) < num_positions else None
         )
-    kl = divergence(logits, tail, support, other, other_tail, reverse=reverse, tp_group=tp_group)
+    raw, softmaxes = evaluate_head(
+        work, hidden, weight, bias, shard=shard, group=tp_group, weight_grad=weight_grad, backend=backend
+    )
+
+    logits = transform.of_entries(raw, index.listed.positions)
+    tail = softmaxes[0].log_total if has_tail else None
+    student = CandidateSoftmax.of(logits, index, tp_group, tail=tail)
+    other = torch.tensor(teacher.logprobs, dtype=dtype, device=hidden.device).index_select(0, index.at)
+    (kl,) = segment_sums(index, tp_group, _terms(student.logprobs(index, tp_group), other, reverse))
+    if student.log_tail is not None:
+        other_tail = torch.tensor(teacher.tail, dtype=dtype, device=hidden.device).index_select(0, index.rows)
+        kl = kl + _terms(student.log_tail, other_tail, reverse)
+    if (row := first_true(~kl.isfinite())) is not None:
+        raise InvalidInputError(
+            f"the KL at position {int(index.rows[row])} is {float(kl.detach()[row])}: this policy gives a"
+            " candidate, or all that is outside of the set, no probability, or among its logits is a NaN or"
+            " +inf"
+        )
+    kl = kl.new_zeros(num_positions).index_copy(0, index.rows, kl)
     return DistillationLoss(kl, torch.tensor(counts, device=kl.device))
+
+
+def _terms(student: Tensor, teacher: Tensor, reverse: bool) -> Tensor:
+    return kl_terms(student, teacher) if reverse else kl_terms(teacher, student)
 
 
 def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
@@ -206,3 +234,78 @@ def _check_names(direction: str, outside: str) -> None:
     ):
         if got not in known:
             raise InvalidInputError(f"{name}: got {got!r}, expected {known[0]!r} or {known[1]!r}")
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The teacher's log-probs of the candidates, and optionally of the tail: all ids outside the set.
+
+    The probabilities of the candidates and the tail sum to 1 at each position.
+    """
+
+    sets: CandidateSets
+    """The teacher's sets of T positions, without tokens of zero probability.
+
+    A position that the loss ignores has an empty set.
+    """
+    logprobs: NDArray[np.float64]
+    """[n]: the normalized log-probs of the candidates."""
+    tail: NDArray[np.float64] | None
+    """[T]: the normalized log-prob of the tail, or None without a tail."""
+
+    @classmethod
+    def of(
+        cls, sets: CandidateSets, counts: NDArray[np.bool_], *, num_ids: int | None, smallest_tail: float
+    ) -> _Teacher:
+        """Build the teacher's distribution at the positions where `counts` is True.
+
+        Args:
+            sets: the teacher's sets, with log-probs over the whole vocabulary.
+            counts: bool [T], True at the positions that enter the loss.
+            num_ids: the size of the vocabulary, or None for a distribution without a tail.
+            smallest_tail: the lower limit for a tail's probability. The method raises lower probabilities to
+                `smallest_tail`. The limit does not apply to a set that is the whole vocabulary. The tail of
+                such a set has probability 0.
+
+        Raises:
+            InvalidInputError: the sets have no log-probs.
+            InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
+        """
+        if not sets.has_logprobs:
+            raise InvalidInputError(
+                "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
+            )
+        sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
+        logprobs = sets.logprobs.astype(np.float64)
+        log_mass = log_sum_exp(logprobs, sets.offsets)
+        if (t := first_true_on_host(log_mass > np.log1p(MASS_ERROR))) is not None:
+            raise InvalidCandidateSetsError(
+                "teacher_sets",
+                f"the probabilities at position {t} add up to {np.exp(log_mass[t]):.6g}, expected at most 1:"
+                " log-probs over the whole vocabulary",
+            )
+        log_total, log_tail = log_mass, None
+        if num_ids is not None:
+            tail = np.where(sets.sizes == num_ids, 0.0, np.maximum(-np.expm1(log_mass), smallest_tail))
+            with np.errstate(divide="ignore"):
+                log_tail = np.log(tail)
+            log_total = np.logaddexp(log_mass, log_tail)
+            log_tail = log_tail - log_total
+        return cls(sets, logprobs - np.repeat(log_total, sets.sizes), log_tail)
+
+
+def _only(sets: CandidateSets, kept: NDArray[np.bool_]) -> CandidateSets:
+    """Return the sets without the candidates where `kept` is False.
+
+    A set must hold its sampled token, and this token may be among the removed candidates. The first remaining
+    candidate of each set therefore becomes the set's sampled token.
+    """
+    if not kept.all():
+        sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
+        token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)
+    else:
+        token_ids, logprobs, offsets = sets.token_ids, sets.logprobs, sets.offsets
+    sampled = np.full(len(sets), NO_TOKEN, np.int32)
+    filled = np.flatnonzero(np.diff(offsets))
+    sampled[filled] = token_ids[offsets[filled]]
+    return CandidateSets.unchecked(token_ids, logprobs, offsets, sampled)

@@ -1,53 +1,50 @@
-"""Triton kernels for dot products and weighted sums of selected rows, without a copy of these rows.
+"""Triton kernels for dot products of candidates' rows, and for sums of rows over segments.
 
-`gathered_products` has the same functions in plain torch.
+`gathered_products` has the same functions in plain torch, and their docstrings. The kernels read the rows
+where they are, without a copy, and sum in float32.
 
-`gathered_dot` computes dot products, and reads the two rows of each dot product once.
-
-`gathered_sum` and `gathered_add` compute weighted sums: `gathered_sum` returns new rows, and `gathered_add`
-adds to existing rows. An entry is one selected row with its weight, and all entries of one output row form a
-segment. A call launches at most two Triton kernels. If a segment has at most `_PIECE` entries, the first
-kernel sums them in registers, and writes the sum in the output's dtype. The first kernel cuts longer segments
-into pieces of at most `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the
-sums of the pieces in order. No kernel uses atomics, so results are bitwise reproducible.
+A call for sums launches at most two kernels. If a segment has at most `_PIECE` entries, the first kernel sums
+them in registers, and writes the sum in the output's dtype. The first kernel cuts longer segments into pieces
+of at most `_PIECE` entries, and writes one float32 sum for each piece. The second kernel adds the sums of the
+pieces in order. No kernel uses atomics, so results are bitwise reproducible.
 
 For the gradient of the LM head's weight, a segment holds all entries of one token id. For the gradient of the
 hidden states, a segment holds the candidates of one position. So frequent tokens and large sets make long
 segments.
 
-Shape legend: m entries or dot products, S segments, P pieces of segments, H hidden size, R rows of the
-output.
+Shape legend: m entries or dot products, S segments, P pieces of segments, H hidden size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gathered_add", "gathered_dot", "gathered_sum"]
+from sglang_topp.replay.candidate_index import Entries, Segments
+
+__all__ = ["gathered_dot", "segment_add", "segment_sum"]
 
 _PIECE = 128
 _DOT_ENTRIES = 4
 _MAX_BLOCK = 1024
 
 
-def gathered_dot(
-    left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor, *, out_dtype: torch.dtype
-) -> Tensor:
+def gathered_dot(left: Tensor, right: Tensor, entries: Entries, *, out_dtype: torch.dtype) -> Tensor:
     """Compute `gathered_products.gathered_dot` with float32 sums."""
     left, right = _with_contiguous_rows(left), _with_contiguous_rows(right)
-    num_entries, width = len(left_rows), left.shape[1]
+    num_entries, width = len(entries.ids), left.shape[1]
     out_m = torch.empty(num_entries, dtype=out_dtype, device=left.device)
     if num_entries:
         with torch.cuda.device(left.get_device()):  # Triton launches kernels on the current device
             _dot_kernel[(triton.cdiv(num_entries, _DOT_ENTRIES),)](
                 left,
-                left_rows,
+                entries.positions,
                 right,
-                right_rows,
+                entries.ids,
                 out_m,
                 num_entries,
                 width,
@@ -59,92 +56,83 @@ def gathered_dot(
     return out_m
 
 
-def gathered_sum(
-    source: Tensor,
-    source_rows: Tensor,
-    weights: Tensor,
-    segments: Tensor,
-    num_segments: int,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute `gathered_products.gathered_sum` with float32 sums."""
-    out_SH = torch.empty((num_segments, source.shape[1]), dtype=out_dtype, device=source.device)
-    _sum_segments(source, source_rows, weights, segments, out_SH, None)
+def segment_sum(source: Tensor, segments: Segments, weights: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """Compute `gathered_products.segment_sum` with float32 sums."""
+    num_segments = len(segments.offsets) - 1
+    out_SH = torch.zeros((num_segments, source.shape[1]), dtype=out_dtype, device=source.device)
+    _sum_segments(out_SH, source, segments, weights, adds=False)
     return out_SH
 
 
-def gathered_add(out: Tensor, source: Tensor, source_rows: Tensor, weights: Tensor, segments: Tensor) -> None:
-    """Compute `gathered_products.gathered_add` with float32 sums, without waiting for the device."""
-    num_entries = len(segments)
-    if not num_entries:
-        return
-    # Number the nonempty segments 0, 1, 2, and so on. Only the GPU knows how many segments are nonempty, so
-    # the host assumes the largest possible count. Some elements of `numbers` therefore belong to no segment,
-    # and the kernels skip these elements.
-    number_m = F.pad((segments[1:] != segments[:-1]).cumsum(0), (1, 0))
-    numbers = torch.arange(min(num_entries, len(out)), device=segments.device)
-    first = torch.searchsorted(number_m, numbers).clamp(max=num_entries - 1)
-    _sum_segments(source, source_rows, weights, number_m, out, segments[first])
+def segment_add(out: Tensor, source: Tensor, segments: Segments, weights: Tensor) -> None:
+    """Compute `gathered_products.segment_add` with float32 sums, without waiting for the device."""
+    _sum_segments(out, source, segments, weights, adds=True)
 
 
-def _sum_segments(
-    source: Tensor,
-    source_rows: Tensor,
-    weights: Tensor,
-    segments: Tensor,
-    out_RH: Tensor,
-    out_row_S: Tensor | None,
-) -> None:
-    """Compute the weighted sum of each segment, and write or add the sum to a row of `out_RH`.
+@dataclass(frozen=True)
+class _Pieces:
+    """Where the pieces of the segments begin and end. One Triton program sums one piece.
 
-    If `out_row_S` is None, the function overwrites row `s` of `out_RH` with the sum of segment `s`.
-    Otherwise, the function adds the sum of segment `s` to row `out_row_S[s]` of `out_RH`.
+    Only the GPU knows how many pieces there are. Instead of waiting for it, the host assumes the largest
+    possible number, and a program without a piece returns at once.
     """
+
+    segment_P: Tensor
+    """The segment of each piece; S where there is no piece."""
+    count_S: Tensor
+    """The number of pieces of each segment; 0 if it is empty."""
+    end_S: Tensor
+    """The running sum of `count_S`."""
+    partial_end_S: Tensor
+    """The running sum of `count_S` over the segments with two or more pieces, which have partial sums."""
+    long_segments: Tensor
+    """The segments with two or more pieces, then S."""
+
+    @classmethod
+    def of(cls, segments: Segments) -> _Pieces:
+        num_segments, num_entries = len(segments.offsets) - 1, len(segments.source_rows)
+        device, max_long = segments.offsets.device, num_entries // _PIECE
+        numbers = torch.arange(min(num_segments, num_entries) + max_long, device=device)
+        count_S = (segments.offsets.diff() + (_PIECE - 1)) // _PIECE
+        end_S = count_S.cumsum(0)
+        return cls(
+            torch.searchsorted(end_S, numbers, right=True),
+            count_S,
+            end_S,
+            torch.where(count_S > 1, count_S, 0).cumsum(0),
+            torch.searchsorted((count_S > 1).cumsum(0), numbers[:max_long] + 1),
+        )
+
+
+def _sum_segments(out_RH: Tensor, source: Tensor, segments: Segments, weights: Tensor, *, adds: bool) -> None:
+    """Write the sum of each segment to its row of `out_RH`, or add it to row `segments.out_rows[s]`."""
     source = _with_contiguous_rows(source)
-    device, width = source.device, source.shape[1]
-    adds = out_row_S is not None
-    num_segments = len(out_RH if out_row_S is None else out_row_S)
-    if not num_segments or not width:
+    width, num_segments = source.shape[1], len(segments.offsets) - 1
+    if not num_segments or not width or not len(weights):
         return
-    # Each segment is cut into pieces of at most `_PIECE` entries. Each Triton program sums one piece. Only
-    # the GPU knows how many pieces there are. Instead of waiting for the GPU, the host launches programs for
-    # the largest possible number of pieces. A program without a piece returns at once.
-    num_entries = len(segments)
-    max_pieces = num_segments + num_entries // _PIECE
-    max_long = num_entries // _PIECE
-    start_S1 = torch.searchsorted(segments, torch.arange(num_segments + 1, device=device))
-    # If the kernels overwrite `out_RH`, a segment without entries gets one piece, so that a kernel writes
-    # zeros to the segment's row. If the kernels add to `out_RH`, a segment without entries gets no piece.
-    pieces_S = ((start_S1.diff() + (_PIECE - 1)) // _PIECE).clamp(min=0 if adds else 1)
-    # If a segment has two or more pieces, `partial_PH` holds one partial sum per piece. Other segments have
-    # no partial sums. `partial_end_S[s]` is the number of partial sums in all segments up to and including
-    # `s`.
-    partial_end_S = torch.where(pieces_S > 1, pieces_S, 0).cumsum(0)
-    piece_end_S = pieces_S.cumsum(0)
-    piece_segment_P = torch.searchsorted(piece_end_S, torch.arange(max_pieces, device=device), right=True)
-    partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=device)
-    block = _block(width)
-    blocks = triton.cdiv(width, block)
+    if _PIECE not in segments.plans:
+        segments.plans[_PIECE] = _Pieces.of(segments)
+    pieces: _Pieces = segments.plans[_PIECE]
+    max_long, block = len(pieces.long_segments), _block(width)
+    partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=source.device)
     out = (
         out_RH,
-        # If `out_row_S` is None, the kernels do not read this argument, so `start_S1` is only a placeholder.
-        start_S1 if out_row_S is None else out_row_S,
+        segments.out_rows if adds else segments.offsets,  # the kernels read it only if they add
         out_RH.stride(0),
         out_RH.stride(1),
         num_segments,
         width,
     )
     with torch.cuda.device(source.get_device()):
-        _piece_kernel[(max_pieces, blocks)](
+        _piece_kernel[(len(pieces.segment_P), triton.cdiv(width, block))](
             source,
-            source_rows,
+            segments.source_rows,
             weights,
-            piece_segment_P,
-            start_S1,
-            pieces_S,
-            piece_end_S,
-            partial_end_S,
+            pieces.segment_P,
+            segments.offsets,
+            pieces.count_S,
+            pieces.end_S,
+            pieces.partial_end_S,
             partial_PH,
             *out,
             source.stride(0),
@@ -153,10 +141,14 @@ def _sum_segments(
             BLOCK=block,
         )
         if max_long:
-            long_S = (pieces_S > 1).cumsum(0)
-            long_segment = torch.searchsorted(long_S, torch.arange(1, max_long + 1, device=device))
-            _join_kernel[(max_long, blocks)](
-                partial_PH, long_segment, pieces_S, partial_end_S, *out, ADDS=adds, BLOCK=block
+            _join_kernel[(max_long, triton.cdiv(width, block))](
+                partial_PH,
+                pieces.long_segments,
+                pieces.count_S,
+                pieces.partial_end_S,
+                *out,
+                ADDS=adds,
+                BLOCK=block,
             )
 
 

@@ -5,16 +5,12 @@ are computed, the LM head spends nearly all of its time on the dense gradient. A
 per distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the
 buffer's rows at the candidate ids, and does not touch the buffer's other rows.
 
-One autograd node computes the gradients of weight and bias, and another node computes the gradient of the
-hidden states. Autograd runs only the nodes whose gradients are requested. A backward that requests only the
-gradient of the hidden states therefore does not write to the caller's buffer.
-
-Shape legend: V ids held by this rank, H hidden size, T positions, m candidates that this rank holds, U
-distinct ids among the m candidates.
+Shape legend: V ids held by this rank, H hidden size, T positions, m candidates, U distinct ids.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,14 +18,126 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_shard_candidates import SupportIndex
+from sglang_topp.replay.candidate_index import CandidateIndex, Entries
 
-__all__ = ["GradientById", "WeightGrad", "check_weight_grad"]
+__all__ = ["WeightGrad", "WeightGradSink"]
 
 WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
 
 
-def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
+class WeightGradSink:
+    """Takes the weight's gradient in parts, and delivers their sum.
+
+    Autograd asks a node for all gradients or for none, but a buffer must stay as it is if a backward asks
+    only for the gradient of the hidden states. So the node of the logits computes the parts, and a second
+    node, which autograd runs only if it wants the gradient of the weight, delivers them.
+    """
+
+    def __init__(
+        self,
+        weight_grad: WeightGrad,
+        weight: Tensor,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        index: CandidateIndex | None,
+    ) -> None:
+        """Check `weight_grad`. `dtype` is that of the sums, and `ops` sums rows over segments."""
+        _check(weight_grad, weight, hidden, dtype)
+        self._where, self._ops, self._index = weight_grad, ops, index
+        self._shape, self._dtype = weight.shape, weight.dtype
+        # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
+        # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
+        self._leaf = weight if weight.is_leaf else None
+        self._is_grad = _is_its_grad(weight_grad, self._leaf)
+        self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
+
+    def attach(self, weight: Tensor) -> Tensor:
+        """Return the weight, such that its gradient goes through this object."""
+        attached: Tensor = _Deliver.apply(weight, self)
+        return attached
+
+    def hand_over(
+        self, hidden: Tensor, gathered: tuple[Entries, Tensor] | None, total: Tensor | None
+    ) -> Tensor:
+        """Take a backward's parts, and return a gradient without memory that runs the delivery.
+
+        Args:
+            hidden: [T, H].
+            gathered: candidates, and the gradient [m] of their raw outputs in `Entries.order`, or None.
+            total: [V, H], the rest of the gradient, or None. It may be overwritten.
+        """
+        self._parts = hidden, gathered, total
+        return torch.zeros((), dtype=self._dtype, device=hidden.device).expand(self._shape)
+
+    def deliver(self) -> Tensor | None:
+        """Return the gradient for autograd, in the dtype of the weight, or None if it is in the buffer."""
+        assert self._parts is not None
+        (hidden, gathered, total), self._parts = self._parts, None
+        where, ops = self._where, self._ops
+        if isinstance(where, Tensor):
+            self._check_still_there()
+        if gathered is not None and (total is not None or isinstance(where, Tensor)):
+            entries, grad_m = gathered
+            ops.segment_add(where if total is None else total, hidden, entries.by_distinct_id, grad_m)
+        if isinstance(where, Tensor):
+            if total is not None:
+                where.add_(total)
+            return self._for_megatron()
+        if total is not None:
+            if where == "dense":
+                return total.to(self._dtype)
+            assert self._index is not None
+            ids = self._index.occurring_ids
+            return _coo(ids, total.index_select(0, ids).to(self._dtype), self._shape)
+        if gathered is None:
+            return None
+        entries, grad_m = gathered
+        segments = entries.by_id if where == "dense" else entries.by_distinct_id
+        rows: Tensor = ops.segment_sum(hidden, segments, grad_m, out_dtype=self._dtype)
+        if where == "dense":
+            return rows
+        num_ids = len(torch.unique_consecutive(segments.out_rows))
+        return _coo(segments.out_rows[:num_ids], rows[:num_ids], self._shape)
+
+    def _check_still_there(self) -> None:
+        if self._is_grad and not _is_its_grad(self._where, self._leaf):
+            raise InvalidInputError(
+                "weight_grad: it was weight.grad when the scores were made, and is not any more; the gradient"
+                " would be lost. Call zero_grad before, or with set_to_none=False"
+            )
+
+    def _for_megatron(self) -> Tensor | None:
+        """Return the weight's gradient for autograd: zeros for Megatron, else None.
+
+        For Megatron, `weight.main_grad` already contains the actual gradient. Megatron's data parallelism
+        requires that `weight.grad` exists. The flag `weight.grad_added_to_main_grad` tells Megatron not to
+        add `weight.grad` to `weight.main_grad`. The zero gradient is a sparse tensor without rows, which
+        takes no memory.
+        """
+        weight = self._leaf
+        if weight is None or not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        if not _is_main_grad(self._where, weight):
+            return None
+        weight.grad_added_to_main_grad = True
+        no_id = torch.empty(0, dtype=torch.int64, device=weight.device)
+        return _coo(no_id, weight.new_empty((0, *self._shape[1:])), self._shape)
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sink: WeightGradSink) -> Tensor:
+        ctx.sink = sink
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.sink.deliver(), None
+
+
+def _check(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
     """Raise InvalidInputError unless `weight_grad` is "dense", "sparse", or a valid buffer for the gradient.
 
     `dtype` is the dtype in which the backward sums the gradient.
@@ -75,77 +183,6 @@ def check_weight_grad(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, d
         )
 
 
-class GradientById(torch.autograd.Function):
-    """The autograd node that computes the gradients of the LM head's weight and bias.
-
-    The forward returns the bias of each candidate, [m], or zeros without a bias. `candidate_head` adds the
-    result to the candidates' dot products. The sums are the LM head's raw output, before scale, soft cap, and
-    temperature. The backward therefore receives the gradient of the raw output.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        hidden_TH: Tensor,
-        support: SupportIndex,
-        dtype: torch.dtype,
-        weight_grad: WeightGrad,
-        ops: Any,
-        options: dict[str, int],
-    ) -> Tensor:
-        ctx.support, ctx.ops, ctx.options = support, ops, options
-        ctx.weight_grad, ctx.shape, ctx.dtype = weight_grad, weight_VH.shape, weight_VH.dtype
-        # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
-        # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
-        ctx.leaf = weight_VH if weight_VH.is_leaf else None
-        ctx.is_grad = _is_its_grad(weight_grad, ctx.leaf)
-        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
-        ctx.save_for_backward(hidden_TH)
-        if bias_V is None:
-            return torch.zeros(len(support.ids), dtype=dtype, device=hidden_TH.device)
-        return bias_V.index_select(0, support.ids).to(dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_m: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_TH,) = ctx.saved_tensors
-        grad_weight = grad_bias = None
-        # Sort the candidates by token id. Each row of the weight's gradient is then summed in a fixed order,
-        # and the row is written once.
-        ids, order, positions = ctx.support.by_id
-        by_id_m = grad_m.index_select(0, order)
-        if ctx.needs_input_grad[0]:
-            entries = hidden_TH, positions, by_id_m
-            if isinstance(ctx.weight_grad, Tensor):
-                _check_still_there(ctx)
-                ctx.ops.gathered_add(ctx.weight_grad, *entries, ids, **ctx.options)
-                grad_weight = _for_megatron(ctx)
-            elif ctx.weight_grad == "sparse":
-                present, places = torch.unique_consecutive(ids, return_inverse=True)
-                rows_UH = ctx.ops.gathered_sum(
-                    *entries, places, len(present), out_dtype=ctx.dtype, **ctx.options
-                )
-                grad_weight = _coo(present, rows_UH, ctx.shape)
-            else:
-                grad_weight = ctx.ops.gathered_sum(
-                    *entries, ids, ctx.shape[0], out_dtype=ctx.dtype, **ctx.options
-                )
-        if ctx.needs_input_grad[1]:
-            bounds = torch.searchsorted(ids, torch.arange(ctx.shape[0] + 1, device=ids.device))
-            grad_bias = torch.segment_reduce(by_id_m, "sum", offsets=bounds).to(ctx.bias_dtype)
-        return grad_weight, grad_bias, None, None, None, None, None, None
-
-
-def _check_still_there(ctx: Any) -> None:
-    if ctx.is_grad and not _is_its_grad(ctx.weight_grad, ctx.leaf):
-        raise InvalidInputError(
-            "weight_grad: it was weight.grad when the scores were made, and is not any more; the gradient"
-            " would be lost. Call zero_grad before, or with set_to_none=False"
-        )
-
-
 def _is_its_grad(buffer: WeightGrad, leaf: Tensor | None) -> bool:
     """Return whether `buffer` is `leaf.grad`, or shares memory with `leaf.grad`."""
     grad = None if leaf is None else leaf.grad
@@ -177,27 +214,15 @@ def _overlaps_itself(matrix: Tensor) -> bool:
     return not (by_rows or by_columns)
 
 
-def _for_megatron(ctx: Any) -> Tensor | None:
-    """Return the weight's gradient for autograd: zeros for Megatron, else None.
-
-    For Megatron, `weight.main_grad` already contains the actual gradient. Megatron's data parallelism
-    requires that `weight.grad` exists. The flag `weight.grad_added_to_main_grad` tells Megatron not to add
-    `weight.grad` to `weight.main_grad`. The zero gradient is a sparse tensor without rows, which takes no
-    memory.
-    """
-    weight = ctx.leaf
-    if not (hasattr(weight, "grad_added_to_main_grad") and _is_main_grad(ctx.weight_grad, weight)):
-        return None
-    weight.grad_added_to_main_grad = True
-    no_id = torch.empty(0, dtype=torch.int64, device=weight.device)
-    return _coo(no_id, weight.new_empty((0, *ctx.shape[1:])), ctx.shape)
-
-
 def _coo(ids_U: Tensor, rows_UH: Tensor, shape: torch.Size) -> Tensor:
     """Return a coalesced sparse tensor with the rows `rows_UH` at the ids `ids_U`, which must ascend."""
     return torch.sparse_coo_tensor(ids_U[None], rows_UH, shape, is_coalesced=True, check_invariants=False)
 
 
-def _is_main_grad(buffer: Tensor, weight: Tensor) -> bool:
+def _is_main_grad(buffer: WeightGrad, weight: Tensor) -> bool:
     main_grad = getattr(weight, "main_grad", None)
-    return isinstance(main_grad, Tensor) and main_grad.data_ptr() == buffer.data_ptr()
+    return (
+        isinstance(main_grad, Tensor)
+        and isinstance(buffer, Tensor)
+        and main_grad.data_ptr() == buffer.data_ptr()
+    )

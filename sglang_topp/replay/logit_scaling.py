@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_shard_reductions import first_true
+from sglang_topp.replay.vocab_shards import first_true
 
 __all__ = ["LogitTransform"]
 

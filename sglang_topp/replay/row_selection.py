@@ -11,7 +11,7 @@ The concatenated candidate sets, response ids, and masks have one entry per resp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_shard_reductions import reduce_sum
+from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp.replay.vocab_shards import reduce_sum
 from sglang_topp.to_numpy import to_numpy
 
 __all__ = ["Layout", "RowSelection", "as_bool_mask"]
@@ -276,6 +277,7 @@ class RowSelection:
     num_sequences: int
     response_lengths: Int64Array
     scored: NDArray[np.bool_]
+    _indices: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         """Return R, the number of selected rows of hidden states."""
@@ -307,7 +309,7 @@ class RowSelection:
                 f"hidden: got shape {tuple(hidden.shape)}; by the layout its first axis counts"
                 f" {self.num_sequences} sequences"
             )
-        return flat.index_select(0, torch.tensor(self.hidden_rows, device=hidden.device))
+        return flat.index_select(0, self._on("hidden_rows", hidden.device))
 
     def take(self, values: Tensor) -> Tensor:
         """Select the elements of `values` at the response positions that this rank scores.
@@ -319,7 +321,7 @@ class RowSelection:
             InvalidInputError: the number of values differs from the number of response positions.
         """
         self._check_length("values", len(values))
-        return values.index_select(0, torch.tensor(self.positions, device=values.device))
+        return values.index_select(0, self._on("positions", values.device))
 
     def take_sets(self, candidates: CandidateSets | Sequence[CandidateSets]) -> CandidateSets:
         """Select the candidate sets of the response positions that this rank scores.
@@ -349,9 +351,17 @@ class RowSelection:
         """
         if values.shape != (len(self),):
             raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
-        index = torch.tensor(self.positions, device=values.device)
+        index = self._on("positions", values.device)
         result: Tensor = _Scatter.apply(values, index, len(self.scored), cp_group)
         return result
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        """Return one of the index arrays on `device`. The first call copies it, without waiting."""
+        if (name, device) not in self._indices:
+            # Autograd cannot save inference tensors, and a later call may need a gradient.
+            with torch.inference_mode(False):
+                self._indices[name, device] = to_device(getattr(self, name), device)
+        return self._indices[name, device]
 
     def _check_samples(self, candidates: Sequence[CandidateSets]) -> None:
         if len(candidates) != len(self.response_lengths):

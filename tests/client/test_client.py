@@ -760,7 +760,7 @@ async def test_a_sidecars_error_within_frames(sidecar, sidecar_client, fakes):
 
     sidecar.script.append(fail)
     with pytest.raises(errors.RolloutError, match="gave up"):
-        await sidecar_client.generate([[5], [6]], top_logprobs_p=0.9)
+        await sidecar_client.generate([5], {"n": 2}, top_logprobs_p=0.9)
     assert len(sidecar.calls) == 1
 
 

@@ -19,6 +19,8 @@ from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to
 from sglang_topp_client.protocols.sglang_generate import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
 from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.transport.http import HttpClient, ServerConfig
+from sglang_topp_client.transport.long_message_slots import UNLIMITED
 
 HUGE = 10**400
 
@@ -337,7 +339,10 @@ def test_a_wrong_latency_is_named(fakes, latency_s):
         rollout_from_json(rollout_to_json(made) | {"timing": {"latency_s": latency_s}})
     chunk = fakes.chunk(made)
     chunk["meta_info"]["e2e_latency"] = latency_s
-    with pytest.raises(errors.WireError, match="e2e_latency"):
+    # JSON has no NaN and no infinity.
+    with pytest.raises(
+        errors.WireError, match="e2e_latency" if json.dumps(latency_s)[0] == "1" else "JSON is malformed"
+    ):
         of_engine().read(b"data: " + json.dumps(chunk).encode())
 
 
@@ -380,8 +385,9 @@ async def test_a_hostile_refusal(engine, body, retry_after):
     async def refuse(asked, reply):
         await reply.json(body, 429, Retry_After=retry_after)
 
-    engine.paths["/server_info"] = refuse
-    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
-        with pytest.raises(errors.OverloadedError) as caught:
-            await client.server_info()
+    engine.script.append(refuse)
+    http = HttpClient(ServerConfig(engine.url), UNLIMITED)
+    with pytest.raises(errors.OverloadedError) as caught:
+        await http.request_json("POST", "/generate", {}, timeout_s=30.0)
+    await http.aclose()
     assert caught.value.retry_after_s is None or 0 <= caught.value.retry_after_s < 1e300

@@ -126,6 +126,7 @@ def run_engine(
     log: Path,
     *arguments: str,
     env: Mapping[str, str] | None = None,
+    module: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Run SGLang on a free loopback port, serving `model` in float32.
 
@@ -137,6 +138,7 @@ def run_engine(
         log: the file for the engine's output.
         arguments: more arguments of `sglang.launch_server`.
         env: changes to this process's environment.
+        module: runs in place of `sglang.launch_server`, with these first arguments.
     """
     port = free_port()
     options = ["--model-path", str(model), "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
@@ -145,7 +147,7 @@ def run_engine(
     if "--max-total-tokens" not in arguments:
         options += ["--max-total-tokens", "16384"]
     with log.open("wb") as output:
-        process = _start_sglang([*options, *arguments], env or {}, output)
+        process = _start_sglang([*options, *arguments], env or {}, output, module)
     engine = Engine(f"http://127.0.0.1:{port}", process, log)
     try:
         deadline = time.monotonic() + START_LIMIT_S
@@ -165,12 +167,12 @@ def run_engine(
 
 
 def _start_sglang(
-    arguments: Sequence[str], env: Mapping[str, str], output: IO[bytes]
+    arguments: Sequence[str], env: Mapping[str, str], output: IO[bytes], module: Sequence[str]
 ) -> subprocess.Popen[bytes] | ForkedProcess:
-    if fork_server is not None and fork_server.can_fork(arguments, env):
+    if not module and fork_server is not None and fork_server.can_fork(arguments, env):
         return fork_server.start(arguments, env, output)
     forks = fork_server is not None and fork_server.can_fork_processes()
-    module = ["tests.engine.fork_server", "launch"] if forks else ["sglang.launch_server"]
+    module = module or (["tests.engine.fork_server", "launch"] if forks else ["sglang.launch_server"])
     return subprocess.Popen(
         [sys.executable, "-m", *module, *arguments],
         stdout=output,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sglang_topp import formats
 from sglang_topp.batch import collate_rl, nest_batch, unnest_batch
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
-from sglang_topp.replay import candidate_logprobs, masked_logprobs, replay_metrics, replayed_old_logprobs
+from sglang_topp.replay import replay_metrics, replayed_old_logprobs, score, score_logits
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine
@@ -178,8 +178,8 @@ def test_a_native_mask_is_replayed_and_batched(engine: Engine, model_path: Path)
     hidden_TH = torch.cat(hidden)
     targets = torch.tensor([token_id for output_ids in outputs for token_id in output_ids])
 
-    from_states = candidate_logprobs(hidden_TH, weight, targets, sets, temperature=0.8).logprobs
-    from_logits = masked_logprobs(hidden_TH @ weight.detach().T, targets, sets, temperature=0.8).logprobs
+    from_states = score(hidden_TH, weight, targets, sets, temperature=0.8).logprobs
+    from_logits = score_logits(hidden_TH @ weight.detach().T, targets, sets, temperature=0.8).logprobs
     for new in (from_states.detach(), from_logits):
         assert ((new - old).exp() - 1).abs().max() < 1e-4
     assert abs(replay_metrics(from_states.detach(), old, sets).summary()["replay/ratio_mean"] - 1) < 1e-5

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from sglang_topp import CandidateSets
 from sglang_topp.replay import (
     Scores,
-    candidate_logprobs,
-    masked_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
+    score_logits,
 )
 from sglang_topp_client import RolloutClient
 from tests.engine.start_servers import Engine
@@ -48,11 +48,11 @@ def test_ratios_are_one(engine: Engine, model_path: Path, top_p: float, temperat
     old = replayed_old_logprobs(sets, output_ids=targets.numpy())
     logits_TV = hidden_TH @ weight.detach().T
     scores: dict[str, Scores] = {
-        "from hidden states": candidate_logprobs(hidden_TH, weight, targets, sets, temperature=temperature),
-        "from logits": masked_logprobs(logits_TV, targets, sets, temperature=temperature, full=True),
+        "from hidden states": score(hidden_TH, weight, targets, sets, temperature=temperature),
+        "from logits": score_logits(logits_TV, targets, sets, temperature=temperature, full=True),
     }
-    for name, score in scores.items():
-        ratios = (score.logprobs.detach() - old).exp()
+    for name, scored in scores.items():
+        ratios = (scored.logprobs.detach() - old).exp()
         assert (ratios - 1).abs().max() < 1e-4, name
     # Without the mask, the ratios are off by exactly the kept mass.
     full = scores["from logits"].full_logprobs

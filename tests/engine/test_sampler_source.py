@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp.replay import candidate_logprobs, replayed_old_logprobs
+from sglang_topp.replay import replayed_old_logprobs, score
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
@@ -186,7 +186,7 @@ def test_the_replayed_ratio_is_one(engine: Engine, model_path: Any) -> None:
         ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.output_ids])).long()
         with torch.no_grad():
             states = model.model(ids[None]).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
-            new = candidate_logprobs(
+            new = score(
                 states, model.lm_head.weight, ids[len(rollout.prompt_ids) :], sets, temperature=0.6
             ).logprobs
         old = replayed_old_logprobs(sets, output_ids=torch.from_numpy(rollout.output_ids.copy()))

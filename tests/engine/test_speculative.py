@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_topp.replay import candidate_logprobs, replayed_old_logprobs
+from sglang_topp.replay import replayed_old_logprobs, score
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
 from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole, checked_sets
@@ -161,7 +161,7 @@ def test_ratios_are_one_with_the_sets_and_not_without(
         ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.output_ids])).long()
         with torch.no_grad():
             states = model.model(ids[None]).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
-            scores = candidate_logprobs(states, weight, ids[len(rollout.prompt_ids) :], rollout.candidates)
+            scores = score(states, weight, ids[len(rollout.prompt_ids) :], rollout.candidates)
         old = replayed_old_logprobs(rollout.candidates, output_ids=rollout.output_ids)
         assert ((scores.logprobs - old).exp() - 1).abs().max() < 1e-3
         assert (np.exp(np.array(rollout.candidates.logprob_sum)) < 0.999).any()

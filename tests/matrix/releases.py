@@ -19,6 +19,8 @@ WHOLE_SET = ("tests/engine", "tests/patches")
 SHORT_SET = (
     "tests/engine/test_sets_against_references.py::test_sets_equal_the_definition_on_transformers_logprobs",
     "tests/engine/test_request_kinds.py",
+    "tests/engine/test_load_orders.py",
+    "tests/engine/test_server_defaults.py",
     "tests/engine/test_concurrency.py",
     "tests/engine/test_retraction.py",
     "tests/engine/test_scores_after_pushes.py",

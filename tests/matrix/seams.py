@@ -56,7 +56,7 @@ def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam
         return [f"the patch set does not list SGLang {version}"]
     found = []
     for seam in seams:
-        if not seam.is_in(version):
+        if not seam.is_in(version) or not seam.target.startswith("sglang."):
             continue
         try:
             differs = seam.difference(source.parameters(seam.target))

@@ -74,14 +74,14 @@ def test_the_torch_extra_extracts_and_replays(wheel: Path, tmp_path: Path) -> No
 import torch
 from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
-from sglang_topp.replay import masked_logprobs
+from sglang_topp.replay import score_logits
 
 logits = torch.tensor([[4.0, 3.0, 2.0, -9.0], [0.0, 0.0, 0.0, 0.0]], requires_grad=True)
 logprobs = torch.log_softmax(logits.detach(), -1)
 sampled = torch.tensor([0, 3])
 token_ids, kept, offsets = top_p_candidates(logprobs, 0.9, sampled)
 sets = CandidateSets(token_ids.numpy(), kept.numpy(), offsets.numpy(), sampled.numpy())
-scores = masked_logprobs(logits, sampled, sets).logprobs
+scores = score_logits(logits, sampled, sets).logprobs
 assert torch.allclose(scores.detach(), torch.from_numpy(sets.masked_logprobs))
 scores.sum().backward()
 assert logits.grad.isfinite().all()

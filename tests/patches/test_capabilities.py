@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_topp_patches import capabilities
 from sglang_topp_patches.compat.releases import Feature, refused
-from sglang_topp_patches.http.process_state import HTTP_SERVER, mark_guarded, note_server_args
+from sglang_topp_patches.http.process_state import HTTP_SERVER, note_server_args
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -57,13 +57,15 @@ def test_every_source_of_reasons_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(capabilities, "status", lambda: SimpleNamespace(problems=("a seam is gone",)))
     process = http_process(dllm_algorithm="LowConfidence")
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    app = SimpleNamespace(state=SimpleNamespace())
+    app = SimpleNamespace(middleware_stack=object())
     monkeypatch.setitem(sys.modules, HTTP_SERVER, SimpleNamespace(app=app))
     words = ("a seam is gone", "SGLANG_RUST_SERVER", "diffusion", "before its routes could be guarded")
     found = process.problems()
     assert len(found) == len(words)
     assert all(word in reason for word, reason in zip(words, found, strict=True))
-    mark_guarded(app)
+    app.middleware_stack = None  # it has not begun to serve, and will be guarded then
+    assert len(process.problems()) == len(words) - 1
+    app.middleware_stack, process.is_guarded = object(), True
     assert len(process.problems()) == len(words) - 1
 
 

@@ -19,6 +19,7 @@ from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_prompt_sets
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
@@ -27,8 +28,7 @@ from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -50,6 +50,7 @@ class Req:
         self.rid, self.customized_info, self.is_retracted = rid, None, False
         self.stream, self.send_token_offset, self.finished_output = False, 0, False
         self.sampling_params = SimpleNamespace(custom_params=None)
+        attach(self, SetsRequest(threshold=0.9, is_base64=True))
         self.input_embeds: Any = None
         self.origin_input_ids, self.logprob_start_len, self.vocab_size = [1, 2, 3], 0, VOCAB
         self.sglang_topp_weights = WEIGHTS
@@ -218,7 +219,7 @@ def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tenso
     packed = sets_of(logprobs, logprobs.argmax(1).tolist())
     for base64 in (True, False):
         answer = Answer([], prompt_tokens=3)
-        answer.state.obj.return_logprobs_in_base64 = base64
+        attach(answer.state.obj, SetsRequest(threshold=0.9, is_base64=base64))
         answer.state.obj.return_text_in_logprobs = False
         answer.manager.skip_tokenizer_init = True
         answer.manager.detokenize_logprob_tokens = lambda values, ids, _: zip(values, ids, strict=True)
@@ -329,9 +330,8 @@ class Answer:
     """Pass one request through the HTTP process, with the fields that SGLang itself writes."""
 
     def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
-        obj = SimpleNamespace(
-            rid="a", top_logprobs_p=0.9, return_logprobs_in_base64=True, stream=False, **fields
-        )
+        obj = SimpleNamespace(rid="a", stream=False, **fields)
+        attach(obj, SetsRequest(threshold=0.9, is_base64=True))
         streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
         self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
         self.tokens, self.process, self.sent = tokens, HTTP, 0

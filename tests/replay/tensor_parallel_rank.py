@@ -1,4 +1,4 @@
-"""One rank of `test_vocab_shard_reductions`.
+"""One rank of `test_vocab_shards`.
 
     python tensor_parallel_rank.py RANK RANKS RENDEZVOUS_FILE
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
 from datetime import timedelta
 
@@ -24,13 +24,12 @@ from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import (
     Layout,
-    candidate_logprobs,
+    candidate_index,
     distillation_loss,
-    full_logprobs,
-    head_logprobs,
-    masked_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
+    score_logits,
     vocab_range,
 )
 
@@ -39,6 +38,15 @@ SIZES = [3, SINGLE, 7, EMPTY, 5, 2, SINGLE, EMPTY, 5, 4, 2]
 T = len(SIZES)
 VALUES = ("logprobs", "entropy", "candidate_logprobs", "kl", "full_logprobs", "full_entropy")
 FORMS = [(direction, outside) for direction in ("forward", "reverse") for outside in ("tail", "renormalized")]
+
+
+@contextmanager
+def dense_share(share: float):
+    """Compute positions from logits over the whole vocabulary if their sets are at least this share of it."""
+    before = dict(candidate_index.DENSE_SHARES)
+    candidate_index.DENSE_SHARES.update(dict.fromkeys(before, candidate_index.DenseShare(share, 0)))
+    yield
+    candidate_index.DENSE_SHARES.update(before)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -103,7 +111,7 @@ def tensor_parallel(group) -> dict[str, float]:
         targets = targets_of(sets).clamp(min=0)
         asked = {
             "targets": targets,
-            "candidates": sets,
+            "sets": sets,
             "entropy": True,
             "per_candidate": True,
             "kl_to": -draw(sum(SIZES)).abs(),
@@ -111,15 +119,27 @@ def tensor_parallel(group) -> dict[str, float]:
         }
         full = {"targets": targets, "entropy": True, "vocab_size": vocab_size, "chunk_rows": 3}
         name = f"vocab {vocab}" + (f" padded from {vocab_size}" if vocab_size else "")
-        out[f"head, {name}"] = head_case(candidate_logprobs, group, vocab, **asked, **adjust)
-        out[f"logits, {name}"] = logits_case(masked_logprobs, group, vocab, **asked, full=True)
-        out[f"full head, {name}"] = head_case(head_logprobs, group, vocab, **full, **adjust)
-        out[f"full logits, {name}"] = logits_case(full_logprobs, group, vocab, **full, temperature=0.7)
+        out[f"head, {name}"] = head_case(score, group, vocab, **asked, **adjust)
+        out[f"logits, {name}"] = logits_case(score_logits, group, vocab, **asked, full=True)
+        out[f"full head, {name}"] = head_case(score, group, vocab, **full, **adjust)
+        out[f"full logits, {name}"] = logits_case(score_logits, group, vocab, **full, temperature=0.7)
+    for share in (0.05, 0.0):  # some or all positions with two or more candidates are dense
+        with dense_share(share):
+            sets = random_sets([*SIZES[:-2], 61, 30], 61)
+            targets = targets_of(sets).clamp(min=0)
+            asked = {"targets": targets, "sets": sets, "entropy": True}
+            listed = {"per_candidate": True, "kl_to": -draw(len(sets.token_ids)).abs()}
+            name = "some dense positions" if share else "all positions dense"
+            out[f"head, {name}"] = head_case(score, group, 61, **asked, **adjust)
+            out[f"head, each candidate, {name}"] = head_case(score, group, 61, **asked, **listed, **adjust)
+            out[f"head, both, {name}"] = head_case(score, group, 61, **asked, full=True, **adjust)
+            out[f"logits, {name}"] = logits_case(score_logits, group, 61, **asked)
+            out[f"logits, both, {name}"] = logits_case(score_logits, group, 61, **asked, full=True)
     sets = random_sets(SIZES, 61)
-    plain = {"targets": targets_of(sets), "candidates": sets, "entropy": True}
-    copied = plain | {"candidates": sets.to_torch()}
-    out["head, over tensors"] = max(head_case(candidate_logprobs, group, 61, **copied) for _ in range(2))
-    out["bfloat16 head"] = head_case(candidate_logprobs, group, 61, dtype=torch.bfloat16, **plain)
+    plain = {"targets": targets_of(sets), "sets": sets, "entropy": True}
+    copied = plain | {"sets": sets.to_torch()}
+    out["head, over tensors"] = max(head_case(score, group, 61, **copied) for _ in range(2))
+    out["bfloat16 head"] = head_case(score, group, 61, dtype=torch.bfloat16, **plain)
     return out
 
 
@@ -163,13 +183,11 @@ def weight_grads(group) -> dict[str, float]:
         local_weight.main_grad = torch.zeros_like(local_weight.detach())
         for seed in range(2):
             sets = random_sets(SIZES, vocab_size or vocab, seed=seed)
-            asked = {"targets": targets_of(sets).clamp(min=0), "candidates": sets, "vocab_size": vocab_size}
+            asked = {"targets": targets_of(sets).clamp(min=0), "sets": sets, "vocab_size": vocab_size}
             sharded = asked | {"tp_group": group, "vocab_start": start}
-            mixed(values_of(candidate_logprobs(hidden, weight, **asked))).backward()
+            mixed(values_of(score(hidden, weight, **asked))).backward()
             for mine, where in ((local_weight, local_weight.main_grad), (sparse_weight, "sparse")):
-                mixed(
-                    values_of(candidate_logprobs(local_hidden, mine, **sharded, weight_grad=where))
-                ).backward()
+                mixed(values_of(score(local_hidden, mine, **sharded, weight_grad=where))).backward()
         assert local_weight.grad is None
         pairs = [
             (local_weight.main_grad, weight.grad[start:stop]),
@@ -193,9 +211,7 @@ def data_parallel(group) -> dict[str, float]:
             if buffered and weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             where = weight.grad if buffered else "dense"
-            return candidate_logprobs(
-                self.body(states), weight, targets_of(sets), sets, weight_grad=where
-            ).logprobs
+            return score(self.body(states), weight, targets_of(sets), sets, weight_grad=where).logprobs
 
     out = {}
     for bucket_view in (False, True):
@@ -227,10 +243,10 @@ def ruled_out_on_one_rank(group) -> dict[str, float]:
     logits[:, start:stop] = -torch.inf
     targets = torch.tensor([int(ids[(ids < start) | (ids >= stop)][0]) for ids, _ in sets])
     (alone,) = leaves(logits)
-    want = masked_logprobs(alone, targets, sets, entropy=True, full=True)
+    want = score_logits(alone, targets, sets, entropy=True, full=True)
     low, high = vocab_range(vocab, dist.get_world_size(group), dist.get_rank(group))
     (mine,) = leaves(logits[:, low:high])
-    got = masked_logprobs(mine, targets, sets, entropy=True, full=True, tp_group=group, vocab_start=low)
+    got = score_logits(mine, targets, sets, entropy=True, full=True, tp_group=group, vocab_start=low)
     mixed(values_of(want)).backward()
     mixed(values_of(got)).backward()
     pairs = [(values_of(got)[name], value) for name, value in values_of(want).items()]
@@ -247,7 +263,7 @@ def raised_everywhere(group) -> dict[str, float]:
     broken[0] = torch.nan  # held by rank 0
     everywhere = random_sets([61], 61)
     calls = {
-        "log-prob at position 0 is NaN": lambda: candidate_logprobs(
+        "log-prob at position 0 is NaN": lambda: score(
             hidden[:1],
             broken[start:stop],
             targets_of(everywhere),
@@ -255,10 +271,10 @@ def raised_everywhere(group) -> dict[str, float]:
             tp_group=group,
             vocab_start=start,
         ),
-        "vocabulary shards hold": lambda: candidate_logprobs(
+        "vocabulary shards hold": lambda: score(
             hidden, weight[start + 1 : stop], targets, sets, tp_group=group, vocab_start=start + 1
         ),
-        "is not in the vocabulary": lambda: head_logprobs(
+        "is not in the vocabulary": lambda: score(
             hidden, weight[start:stop], targets.clamp(min=0) + 61, tp_group=group, vocab_start=start
         ),
     }
@@ -297,10 +313,8 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
     def run(layout: Layout, hidden, weight, cp_group, **sharded):
         rows = rows_of(layout, loss_mask)
         picked = rows.select(hidden)
-        replayed = candidate_logprobs(
-            picked, weight, rows.take(ids), rows.take_sets(sets), entropy=True, **sharded
-        )
-        unmasked = head_logprobs(picked, weight, rows.take(ids), entropy=True, **sharded)
+        replayed = score(picked, weight, rows.take(ids), rows.take_sets(sets), entropy=True, **sharded)
+        unmasked = score(picked, weight, rows.take(ids), entropy=True, **sharded)
         values = [replayed.logprobs, replayed.entropy, unmasked.logprobs, unmasked.entropy]
         spread = [rows.scatter(value, cp_group) for value in values]
         sum((value * weights * (n + 1)).sum() for n, value in enumerate(spread)).backward()

@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import Scores, candidate_logprobs, head_logprobs, masked_logprobs
+from sglang_topp.replay import Scores, score, score_logits
+
+pytestmark = pytest.mark.usefixtures("dense")
 
 V, H = 61, 19
 SIZES = [3, SINGLE, 7, EMPTY, V, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -70,7 +72,7 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case, sets, 
 
     ours = leaves(*inputs)
     got = values_of(
-        candidate_logprobs(
+        score(
             ours[0],
             ours[1],
             targets,
@@ -79,7 +81,6 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case, sets, 
             entropy=True,
             per_candidate=True,
             kl_to=other,
-            chunk_candidates=16,
             **options,
         )
     )
@@ -111,7 +112,7 @@ def test_no_worse_than_the_plain_float32_path():
     for name in ("exact", "plain", "ours"):
         h, w = leaves(hidden, weight, dtype=torch.float64 if name == "exact" else torch.float32)
         if name == "ours":
-            values = candidate_logprobs(h, w, targets, sets, entropy=True)
+            values = score(h, w, targets, sets, entropy=True)
             values = {"logprobs": values.logprobs, "entropy": values.entropy}
         else:
             values = scores(head_logits(h, w), targets, sets)
@@ -135,7 +136,7 @@ def test_gradcheck(what):
     ]
 
     def function(hidden, weight, bias):
-        result = candidate_logprobs(
+        result = score(
             hidden,
             weight,
             targets_of(sets),
@@ -147,7 +148,6 @@ def test_gradcheck(what):
             entropy=True,
             per_candidate=True,
             kl_to=other,
-            chunk_candidates=5,
         )
         return getattr(result, what)
 
@@ -158,9 +158,7 @@ def test_gradcheck(what):
 def test_any_chunk_size_gives_the_same(chunk, sets):
     def run(chunk_candidates):
         hidden, weight, _ = leaves(*make(torch.bfloat16))
-        result = candidate_logprobs(
-            hidden, weight, targets_of(sets), sets, entropy=True, chunk_candidates=chunk_candidates
-        )
+        result = score(hidden, weight, targets_of(sets), sets, entropy=True)
         (result.logprobs.sum() + 2 * result.entropy.sum()).backward()
         return result.logprobs, hidden.grad, weight.grad
 
@@ -175,7 +173,7 @@ def test_repeats_to_the_last_bit(sets):
     runs = []
     for _ in range(2):
         hidden, weight, bias = leaves(*make(torch.float32, bias=True))
-        candidate_logprobs(hidden, weight, targets_of(sets), sets, bias=bias).logprobs.sum().backward()
+        score(hidden, weight, targets_of(sets), sets, bias=bias).logprobs.sum().backward()
         runs.append((hidden.grad, weight.grad, bias.grad))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -185,7 +183,7 @@ def test_positions_without_a_choice_are_exactly_zero_and_never_read(sets):
     no_choice = torch.tensor([size < 2 for size in SIZES])
     hidden[no_choice] = torch.nan
     hidden, weight = leaves(hidden, weight)
-    got = candidate_logprobs(hidden, weight, targets_of(sets), sets, entropy=True, per_candidate=True)
+    got = score(hidden, weight, targets_of(sets), sets, entropy=True, per_candidate=True)
     mixed({"a": got.logprobs, "b": got.entropy, "c": got.candidate_logprobs}).backward()
     assert not got.logprobs[no_choice].any()
     assert not got.entropy[no_choice].any()
@@ -203,9 +201,7 @@ def test_nothing_to_choose_at_all(sizes):
         x[: len(sizes)] if i == 0 else x for i, x in enumerate(make(torch.float32, bias=True))
     )
     hidden, weight, bias = leaves(hidden, weight, bias)
-    got = candidate_logprobs(
-        hidden, weight, targets_of(sets), sets, bias=bias, entropy=True, per_candidate=True
-    )
+    got = score(hidden, weight, targets_of(sets), sets, bias=bias, entropy=True, per_candidate=True)
     (got.logprobs.sum() + got.entropy.sum() + got.candidate_logprobs.sum()).backward()
     assert got.logprobs.shape == (len(sizes),)
     assert got.candidate_logprobs.shape == (sum(sizes),)
@@ -218,7 +214,7 @@ def test_nothing_to_choose_at_all(sizes):
 def test_only_what_requires_a_gradient_gets_one(sets):
     hidden, weight, _ = make(torch.float32)
     hidden.requires_grad_()
-    candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs.sum().backward()
+    score(hidden, weight, targets_of(sets), sets).logprobs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -226,9 +222,9 @@ def test_only_what_requires_a_gradient_gets_one(sets):
 def test_targets_at_empty_spans_are_ignored(sets):
     hidden, weight, _ = make(torch.float32)
     targets = targets_of(sets)
-    expected = candidate_logprobs(hidden, weight, targets, sets).logprobs
+    expected = score(hidden, weight, targets, sets).logprobs
     targets[SIZES.index(EMPTY)] = 10**6
-    assert torch.equal(candidate_logprobs(hidden, weight, targets, sets).logprobs, expected)
+    assert torch.equal(score(hidden, weight, targets, sets).logprobs, expected)
 
 
 def test_a_set_of_the_whole_vocabulary_is_no_mask():
@@ -236,7 +232,7 @@ def test_a_set_of_the_whole_vocabulary_is_no_mask():
     sets = random_sets([V] * T, V)
     targets = targets_of(sets)
     expected = torch.log_softmax(hidden @ weight.t(), dim=1).gather(1, targets[:, None]).squeeze(1)
-    assert error(candidate_logprobs(hidden, weight, targets, sets).logprobs, expected) < 1e-13
+    assert error(score(hidden, weight, targets, sets).logprobs, expected) < 1e-13
 
 
 @pytest.mark.parametrize("on_target", [False, True])
@@ -253,7 +249,7 @@ def test_minus_infinity_among_the_logits(on_target, sets):
     exact_leaves = leaves(hidden, weight, bias)
     exact = scores(head_logits(*exact_leaves), targets, sets)
     got_leaves = leaves(hidden, weight, bias)
-    got = candidate_logprobs(*got_leaves[:2], targets, sets, bias=got_leaves[2], entropy=True)
+    got = score(*got_leaves[:2], targets, sets, bias=got_leaves[2], entropy=True)
     assert bool(got.logprobs.isneginf().any()) == on_target
     torch.testing.assert_close(got.logprobs, exact["logprobs"], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.entropy, exact["entropy"], rtol=1e-12, atol=1e-12)
@@ -267,7 +263,7 @@ def test_far_apart_logits_neither_overflow_nor_vanish(sets):
     hidden, weight, _ = make(torch.float32, scale=40.0)
     targets = targets_of(sets)
     exact = scores(head_logits(hidden.double(), weight.double()), targets, sets)
-    got = candidate_logprobs(hidden, weight, targets, sets, entropy=True)
+    got = score(hidden, weight, targets, sets, entropy=True)
     assert error(got.logprobs, exact["logprobs"]) < 1e-6
     torch.testing.assert_close(got.entropy.double(), exact["entropy"], rtol=1e-3, atol=1e-3)
 
@@ -275,8 +271,62 @@ def test_far_apart_logits_neither_overflow_nor_vanish(sets):
 def test_kl_to_itself_is_zero(sets):
     hidden, weight, _ = make(torch.float64)
     targets = targets_of(sets)
-    own = candidate_logprobs(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
-    assert candidate_logprobs(hidden, weight, targets, sets, kl_to=own).kl.abs().max() < 1e-14
+    own = score(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
+    assert score(hidden, weight, targets, sets, kl_to=own).kl.abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("asked", [{}, {"entropy": True}, {"per_candidate": True}], ids=str)
+@pytest.mark.parametrize("logits", [False, True], ids=["head", "logits"])
+def test_both_kinds_of_scores_from_one_pass(logits, asked, sets):
+    """They equal the two kinds from two calls, and so do the gradients."""
+    targets, (hidden, weight, _) = targets_of(sets).clamp(min=0), make(torch.float64)
+
+    def run(call):
+        h, w = leaves(hidden, weight)
+        source = (h @ w.t(),) if logits else (h, w)
+        values = call(score_logits if logits else score, *source, targets)
+        mixed(values).backward()
+        return [*(value.detach() for value in values.values()), h.grad, w.grad]
+
+    def together(function, *arguments):
+        got = vars(function(*arguments, sets, full=True, **asked))
+        return {name: value for name, value in got.items() if value is not None}
+
+    def apart(function, *arguments):
+        values = vars(function(*arguments, sets, **asked))
+        full = function(*arguments, entropy=asked.get("entropy", False))
+        values |= {"full_logprobs": full.logprobs, "full_entropy": full.entropy}
+        return {name: value for name, value in values.items() if value is not None}
+
+    for one, two in zip(run(together), run(apart), strict=True):
+        assert error(one, two) < 1e-12
+
+
+def test_scores_of_candidates_need_sets(sets):
+    hidden, weight, _ = make(torch.float32)
+    for name, value in {"full": True, "per_candidate": True, "kl_to": torch.zeros(sum(SIZES))}.items():
+        with pytest.raises(InvalidInputError, match=f"{name}: it needs sets"):
+            score(hidden, weight, targets_of(sets).clamp(min=0), **{name: value})
+
+
+@pytest.mark.parametrize("dense", ["none"], indirect=True)
+def test_a_backward_dispatches_few_operations(sets):
+    """With a stored index, the backward neither sorts nor searches. On a GPU, each operation is a launch."""
+    tensors = sets.to_torch()
+    for _ in range(2):
+        hidden, weight = leaves(*make(torch.float32)[:2])
+        loss = score(hidden, weight, targets_of(sets), tensors).logprobs.sum()
+        with _Count() as count:
+            loss.backward()
+    assert count.num_operations <= 25
+
+
+class _Count(TorchDispatchMode):
+    num_operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-4])
@@ -291,11 +341,11 @@ def test_a_small_kl_keeps_its_digits(reference, step):
     exact = scores(moved.double() @ weight.double().t(), targets, sets, exact_other)["kl"]
 
     if reference == "of the head":
-        own = candidate_logprobs(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
-        kl = candidate_logprobs(moved, weight, targets, sets, kl_to=own).kl
+        own = score(hidden, weight, targets, sets, per_candidate=True).candidate_logprobs
+        kl = score(moved, weight, targets, sets, kl_to=own).kl
     else:
-        own = masked_logprobs(hidden @ weight.t(), targets, sets, per_candidate=True).candidate_logprobs
-        kl = masked_logprobs(moved @ weight.t(), targets, sets, kl_to=own).kl
+        own = score_logits(hidden @ weight.t(), targets, sets, per_candidate=True).candidate_logprobs
+        kl = score_logits(moved @ weight.t(), targets, sets, kl_to=own).kl
     assert (kl >= 0).all()
     # The log-probs are rounded to about 1e-7 of their size, and a step moves them by about the step.
     relative = (kl - exact).abs() / exact
@@ -308,26 +358,26 @@ def test_kl_to_a_rollout_that_gave_its_own_token_no_probability(lowest):
     sets = CandidateSets([1, 2, 3], [-0.1, -2.0, lowest], [0, 3], [3])
     hidden, weight = torch.ones(1, H), torch.ones(V, H)
     with pytest.raises(InvalidInputError, match="kl_to: the KL at position 0 is inf"):
-        candidate_logprobs(hidden, weight, targets_of(sets), sets, kl_to=torch.tensor(sets.logprobs))
+        score(hidden, weight, targets_of(sets), sets, kl_to=torch.tensor(sets.logprobs))
 
 
 def test_autocast_changes_nothing(sets):
     hidden, weight, _ = make(torch.float32)
-    expected = candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs
+    expected = score(hidden, weight, targets_of(sets), sets).logprobs
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs
+        got = score(hidden, weight, targets_of(sets), sets).logprobs
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("function", [candidate_logprobs, head_logprobs])
-def test_a_head_in_float32_over_half_precision_states(function, sets):
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_head_in_float32_over_half_precision_states(replay, sets):
     hidden, weight = make(torch.bfloat16)[0], make(torch.float32)[1]
-    candidates = {"candidates": sets} if function is candidate_logprobs else {}
+    over = sets if replay else None
     targets = targets_of(sets).clamp(min=0)
     mine = leaves(hidden, weight)
-    got = function(*mine, targets, **candidates)
+    got = score(*mine, targets, over)
     wide = leaves(hidden.float(), weight)
-    want = function(*wide, targets, **candidates)
+    want = score(*wide, targets, over)
     assert torch.equal(got.logprobs, want.logprobs)
     got.logprobs.sum().backward()
     want.logprobs.sum().backward()
@@ -354,13 +404,14 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("dense", ["none"], indirect=True)
 def test_no_tensor_is_larger_than_the_gradient_of_the_head():
     tokens, vocab, width = 512, 1000, 8
     sets = random_sets([4] * tokens, vocab)
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
     with _Largest() as largest:
-        got = candidate_logprobs(hidden, weight, targets_of(sets), sets, entropy=True, chunk_candidates=64)
+        got = score(hidden, weight, targets_of(sets), sets, entropy=True)
         (got.logprobs + got.entropy).sum().backward()
     assert largest.num_bytes == vocab * width * 4  # and not tokens * vocab, 64 times as many
 
@@ -370,15 +421,15 @@ def test_hidden_need_not_be_contiguous(sets):
     wide = torch.empty(H, T).copy_(hidden.t()).t()
     assert not wide.is_contiguous()
     targets = targets_of(sets)
-    expected = candidate_logprobs(hidden, weight, targets, sets).logprobs
-    assert torch.equal(candidate_logprobs(wide, weight, targets, sets).logprobs, expected)
+    expected = score(hidden, weight, targets, sets).logprobs
+    assert torch.equal(score(wide, weight, targets, sets).logprobs, expected)
 
 
 ERRORS = {
     "hidden and weight: got shapes": lambda a: a | {"hidden": a["hidden"][:, :-1]},
     "expected \\[T, H\\]": lambda a: a | {"hidden": a["hidden"][None]},
     "targets: got 10 for 11": lambda a: a | {"targets": a["targets"][1:]},
-    "candidates: got 10 positions for 11": lambda a: a | {"candidates": a["candidates"][1:]},
+    "sets: got 10 positions for 11": lambda a: a | {"sets": a["sets"][1:]},
     "targets: got shape .* expected integers": lambda a: a | {"targets": a["targets"].float()},
     "targets: 60 at position 0 is not among the 3": lambda a: (
         a | {"targets": a["targets"].index_fill(0, torch.tensor([0]), 60)}
@@ -410,7 +461,6 @@ ERRORS = {
         a | {"hidden": a["hidden"].index_fill(0, torch.tensor([4]), torch.inf)}
     ),
     "none is above -inf": lambda a: a | {"bias": torch.full((V,), -torch.inf)},
-    "chunk_candidates: got 0": lambda a: a | {"chunk_candidates": 0},
     "backend: got 'cuda'": lambda a: a | {"backend": "cuda"},
     "vocab_start: got -1": lambda a: a | {"vocab_start": -1},
     "vocab_size: got 0": lambda a: a | {"vocab_size": 0},
@@ -423,20 +473,20 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors_name_the_argument_and_the_problem(message, sets):
     hidden, weight, _ = make(torch.float32)
-    arguments = {"hidden": hidden, "weight": weight, "targets": targets_of(sets), "candidates": sets}
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets_of(sets), "sets": sets}
     with pytest.raises(InvalidInputError, match=message):
-        candidate_logprobs(**ERRORS[message](arguments))
+        score(**ERRORS[message](arguments))
 
 
 def test_ids_outside_the_vocabulary(sets):
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(InvalidCandidateSetsError, match="at position 4, outside the vocabulary of 60"):
-        candidate_logprobs(hidden, weight[:60], targets_of(sets), sets)
+        score(hidden, weight[:60], targets_of(sets), sets)
     # The head is padded to V rows, of which 60 exist.
     with pytest.raises(InvalidCandidateSetsError, match="at position 4, outside the vocabulary of 60"):
-        candidate_logprobs(hidden, weight, targets_of(sets), sets, vocab_size=60)
+        score(hidden, weight, targets_of(sets), sets, vocab_size=60)
     with pytest.raises(InvalidCandidateSetsError, match="hold 56 of the 61 candidates at position 4"):
-        candidate_logprobs(hidden, weight, targets_of(sets), sets, vocab_start=5)
+        score(hidden, weight, targets_of(sets), sets, vocab_start=5)
 
 
 def test_a_slice_of_the_head_that_holds_all_candidates(sets):
@@ -445,6 +495,6 @@ def test_a_slice_of_the_head_that_holds_all_candidates(sets):
     shifted = CandidateSets(
         sets.token_ids + 100, sets.logprobs, sets.offsets, sets.sampled_ids + 100 * (sets.sizes > 0)
     )
-    expected = candidate_logprobs(hidden, weight, targets_of(sets), sets).logprobs
-    got = candidate_logprobs(hidden, weight, targets_of(shifted), shifted, vocab_start=100).logprobs
+    expected = score(hidden, weight, targets_of(sets), sets).logprobs
+    got = score(hidden, weight, targets_of(shifted), shifted, vocab_start=100).logprobs
     assert torch.equal(got, expected)

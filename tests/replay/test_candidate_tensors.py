@@ -13,8 +13,10 @@ from torch import Tensor
 
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import Scores, candidate_logprobs, dense_mask, mask_logits, masked_logprobs
+from sglang_topp.replay import Scores, dense_mask, mask_logits, score, score_logits
 from tests.fake_gpu import forbid_waits, gpu
+
+pytestmark = pytest.mark.usefixtures("dense")
 
 V, H = 61, 19
 SIZES = [3, SINGLE, 7, EMPTY, V, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -38,7 +40,7 @@ def from_head(candidates, *, targets: Tensor = TARGETS, **options) -> tuple[dict
     inputs = [leaf.detach().to(targets.device).requires_grad_() for leaf in inputs]
     options = {"softcap": 5.0, "kl_to": OTHER.to(targets.device), "backend": "torch"} | ASKED | options
     hidden, weight, bias = inputs
-    return values_of(candidate_logprobs(hidden, weight, targets, candidates, bias=bias, **options)), inputs
+    return values_of(score(hidden, weight, targets, candidates, bias=bias, **options)), inputs
 
 
 def from_logits(
@@ -46,7 +48,7 @@ def from_logits(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     logits = (3 * draw(T, V)).to(targets.device).requires_grad_()
     options = {"kl_to": OTHER.to(targets.device)} | ASKED | options
-    return values_of(masked_logprobs(logits, targets, candidates, **options)), [logits]
+    return values_of(score_logits(logits, targets, candidates, **options)), [logits]
 
 
 def with_gradients(values: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -54,7 +56,7 @@ def with_gradients(values: dict[str, Tensor], inputs: list[Tensor]) -> list[Tens
     return [*(value.detach() for value in values.values()), *(leaf.grad for leaf in inputs)]
 
 
-@pytest.mark.parametrize("score", [from_head, from_logits])
+@pytest.mark.parametrize("scored", [from_head, from_logits])
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,14 +67,14 @@ def with_gradients(values: dict[str, Tensor], inputs: list[Tensor]) -> list[Tens
     ],
     ids=["plain", "temperatures", "one temperature", "vocab size"],
 )
-def test_policy_reference_and_later_epochs_equal_the_sets_bit_for_bit(score, options):
-    want = with_gradients(*score(SETS, **options))
+def test_policy_reference_and_later_epochs_equal_the_sets_bit_for_bit(scored, options):
+    want = with_gradients(*scored(SETS, **options))
     tensors = SETS.to_torch()
     for _ in range(3):
         with torch.no_grad():
-            reference, _ = score(tensors, **options)
+            reference, _ = scored(tensors, **options)
         assert all(map(torch.equal, reference.values(), want))
-        got = with_gradients(*score(tensors, **options))
+        got = with_gradients(*scored(tensors, **options))
         assert all(map(torch.equal, got, want))
 
 
@@ -88,9 +90,7 @@ def test_other_gradients_of_the_head(weight_grad):
     def gradients(candidates) -> Tensor:
         weight, buffer = draw(V, H).requires_grad_(), torch.zeros(V, H)
         where = buffer if weight_grad == "buffer" else weight_grad
-        candidate_logprobs(
-            draw(T, H), weight, TARGETS, candidates, weight_grad=where
-        ).logprobs.sum().backward()
+        score(draw(T, H), weight, TARGETS, candidates, weight_grad=where).logprobs.sum().backward()
         return buffer if weight_grad == "buffer" else weight.grad.to_dense()
 
     tensors = SETS.to_torch()
@@ -104,21 +104,21 @@ def test_one_index_for_each_shard_of_the_vocabulary():
     """Heads of other vocabulary ranges can use the same tensors, and check the ids again."""
     tensors = SETS.to_torch()
     hidden, weight = draw(T, H), draw(V, H)
-    want = candidate_logprobs(hidden, weight, TARGETS, SETS).logprobs
-    assert torch.equal(candidate_logprobs(hidden, weight, TARGETS, tensors).logprobs, want)
+    want = score(hidden, weight, TARGETS, SETS).logprobs
+    assert torch.equal(score(hidden, weight, TARGETS, tensors).logprobs, want)
     padded = torch.cat([weight, torch.ones(3, H)])
-    assert torch.equal(candidate_logprobs(hidden, padded, TARGETS, tensors).logprobs, want)
+    assert torch.equal(score(hidden, padded, TARGETS, tensors).logprobs, want)
     with pytest.raises(InvalidCandidateSetsError, match="at position 4, outside the vocabulary of 60"):
-        candidate_logprobs(hidden, weight[:60], TARGETS, tensors)
+        score(hidden, weight[:60], TARGETS, tensors)
     with pytest.raises(InvalidCandidateSetsError, match="hold 56 of the 61 candidates at position 4"):
-        candidate_logprobs(hidden, weight, TARGETS, tensors, vocab_start=5)
+        score(hidden, weight, TARGETS, tensors, vocab_start=5)
 
 
 def test_an_index_that_was_built_in_inference_mode_serves_gradients():
     want = with_gradients(*from_head(SETS))
     with torch.inference_mode():
         tensors = SETS.to_torch()
-        candidate_logprobs(draw(T, H), draw(V, H), TARGETS, tensors)
+        score(draw(T, H), draw(V, H), TARGETS, tensors)
     assert all(map(torch.equal, with_gradients(*from_head(tensors)), want))
 
 
@@ -137,28 +137,29 @@ def test_on_a_cpu_every_use_checks_every_value():
             InvalidInputError, match=r"targets: .* at position 0 is not among the 3 candidates"
         ):
             from_head(tensors, targets=shifted)
-    with pytest.raises(InvalidInputError, match="candidates: got 11 positions for 10 targets"):
-        masked_logprobs(draw(T - 1, V), TARGETS[1:], tensors)
+    with pytest.raises(InvalidInputError, match="sets: got 11 positions for 10 targets"):
+        score_logits(draw(T - 1, V), TARGETS[1:], tensors)
     with pytest.raises(InvalidInputError, match="log-prob at position 2 is NaN"):
-        masked_logprobs(draw(T, V).index_fill(0, torch.tensor([2]), torch.nan), TARGETS, tensors)
+        score_logits(draw(T, V).index_fill(0, torch.tensor([2]), torch.nan), TARGETS, tensors)
 
 
 def test_tensors_of_another_device_are_refused():
     tensors = SETS.to_torch()
     with gpu():
         logits, targets = draw(T, V).to("cuda"), TARGETS.to("cuda")
-        with pytest.raises(InvalidInputError, match=r"candidates: they are on cpu, expected cuda:0; call"):
-            masked_logprobs(logits, targets, tensors)
-        with pytest.raises(InvalidInputError, match="candidates: they are on cpu"):
+        with pytest.raises(InvalidInputError, match=r"sets: they are on cpu, expected cuda:0; call"):
+            score_logits(logits, targets, tensors)
+        with pytest.raises(InvalidInputError, match="sets: they are on cpu"):
             mask_logits(logits, tensors)
 
 
 @pytest.fixture
 def on_gpu():
-    """Return the sets on a GPU, indexed by a first score."""
+    """Return the sets on a GPU, indexed by a first scored."""
     with gpu():
         tensors = SETS.to_torch("cuda")
-        from_logits(tensors, targets=TARGETS.to("cuda"))
+        for options in (ASKED, {"per_candidate": False, "kl_to": None}):
+            from_logits(tensors, targets=TARGETS.to("cuda"), **options)
         yield tensors
 
 
@@ -172,7 +173,7 @@ def test_the_second_use_does_not_wait_for_the_gpu(on_gpu: CandidateTensors):
     logits = (3 * draw(T, V)).to("cuda").requires_grad_()
     weights = torch.ones((), device="cuda")
     with forbid_waits():
-        scores = masked_logprobs(logits, candidates=on_gpu, **ASKED, **options)
+        scores = score_logits(logits, sets=on_gpu, **ASKED, **options)
         (scores.logprobs.sum() * weights + scores.entropy.sum()).backward()
         mask_logits(logits.detach(), on_gpu)
     for got, expected in zip(values_of(scores).values(), want, strict=False):
@@ -206,21 +207,20 @@ def test_later_on_a_gpu_a_target_outside_its_set_is_nan(on_gpu: CandidateTensors
 def test_later_on_a_gpu_broken_logits_and_temperatures_are_nan(on_gpu: CandidateTensors):
     targets = TARGETS.to("cuda")
     logits = draw(T, V).index_fill(0, torch.tensor([2]), torch.nan).to("cuda")
-    got = masked_logprobs(logits, targets, on_gpu, entropy=True)
+    got = score_logits(logits, targets, on_gpu, entropy=True)
     assert got.logprobs.isnan().nonzero().squeeze(1).tolist() == [2]
     assert got.entropy.isnan().nonzero().squeeze(1).tolist() == [2]
     for wrong in (0.0, -1.0, torch.inf):
         temperature = torch.ones(T).index_fill(0, torch.tensor([4]), wrong).to("cuda")
-        got = masked_logprobs(draw(T, V).to("cuda"), targets, on_gpu, temperature=temperature)
+        got = score_logits(draw(T, V).to("cuda"), targets, on_gpu, temperature=temperature)
         assert got.logprobs.isnan().nonzero().squeeze(1).tolist() == [4]
 
 
-def test_a_missing_part_of_the_vocabulary_is_nan_later_on_a_gpu(on_gpu: CandidateTensors):
+def test_a_missing_part_of_the_vocabulary_is_always_an_error(on_gpu: CandidateTensors):
     logits, targets = draw(T, V - 5).to("cuda"), TARGETS.to("cuda")
-    with pytest.raises(InvalidCandidateSetsError, match="hold 56 of the 61 candidates at position 4"):
-        masked_logprobs(logits, targets, on_gpu, vocab_start=5, vocab_size=V)
-    got = masked_logprobs(logits, targets, on_gpu, vocab_start=5, vocab_size=V)
-    assert bool(got.logprobs[4].isnan())
+    for _ in range(2):
+        with pytest.raises(InvalidCandidateSetsError, match="hold 56 of the 61 candidates at position 4"):
+            score_logits(logits, targets, on_gpu, vocab_start=5, vocab_size=V)
 
 
 def test_they_are_freed_without_the_garbage_collector_and_pickled_without_the_index():

@@ -12,11 +12,9 @@ from replay_oracle import random_sets, targets_of
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import (
-    candidate_logprobs,
     distillation_loss,
-    full_logprobs,
-    head_logprobs,
-    masked_logprobs,
+    score,
+    score_logits,
 )
 
 SIZES, V, H = [3, 0, 5], 16, 8
@@ -24,8 +22,8 @@ SETS = random_sets(SIZES, V)
 TARGETS = targets_of(SETS).clamp(min=0)
 TEACHER = teacher_sets(torch.zeros(len(SIZES), V), 0.5, [0] * len(SIZES))
 FROM_HEAD = {
-    "candidate_logprobs": (candidate_logprobs, {"targets": TARGETS, "candidates": SETS}),
-    "head_logprobs": (head_logprobs, {"targets": TARGETS}),
+    "candidate_logprobs": (score, {"targets": TARGETS, "sets": SETS}),
+    "head_logprobs": (score, {"targets": TARGETS}),
     "tail": (
         distillation_loss,
         {"teacher_sets": TEACHER, "direction": "forward", "outside": "tail"},
@@ -36,8 +34,8 @@ FROM_HEAD = {
     ),
 }
 FROM_LOGITS = {
-    "masked_logprobs": (masked_logprobs, {"targets": TARGETS, "candidates": SETS}),
-    "full_logprobs": (full_logprobs, {"targets": TARGETS}),
+    "masked_logprobs": (score_logits, {"targets": TARGETS, "sets": SETS}),
+    "full_logprobs": (score_logits, {"targets": TARGETS}),
 }
 
 
@@ -79,10 +77,10 @@ def test_an_unsharded_fsdp2_head_gets_its_gradient(mesh):
     hidden = torch.randn(len(SIZES), H)
     fully_shard(head, mesh=mesh)
     with pytest.raises(InvalidInputError, match="weight: it is a DTensor"):
-        candidate_logprobs(hidden, head.weight, TARGETS, SETS)
-    candidate_logprobs(hidden, head.weight.full_tensor(), TARGETS, SETS).logprobs.sum().backward()
-    candidate_logprobs(hidden, plain.weight, TARGETS, SETS).logprobs.sum().backward()
+        score(hidden, head.weight, TARGETS, SETS)
+    score(hidden, head.weight.full_tensor(), TARGETS, SETS).logprobs.sum().backward()
+    score(hidden, plain.weight, TARGETS, SETS).logprobs.sum().backward()
     torch.testing.assert_close(head.weight.grad.full_tensor(), plain.weight.grad)
     head.unshard()
-    got = candidate_logprobs(hidden, head.weight, TARGETS, SETS).logprobs
-    assert torch.equal(got, candidate_logprobs(hidden, plain.weight, TARGETS, SETS).logprobs)
+    got = score(hidden, head.weight, TARGETS, SETS).logprobs
+    assert torch.equal(got, score(hidden, plain.weight, TARGETS, SETS).logprobs)

@@ -7,7 +7,7 @@ import torch
 from replay_oracle import error, full_scores, head_logits, leaves
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import Layout, head_logprobs
+from sglang_topp.replay import Layout, score
 
 T, V, H = 11, 61, 19
 
@@ -50,9 +50,7 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, case, chunk_
     (exact[0] * weights - exact[1] * weights**2).sum().backward()
 
     ours = leaves(*inputs)
-    got = head_logprobs(
-        ours[0], ours[1], targets(), bias=ours[2], entropy=True, chunk_rows=chunk_rows, **options
-    )
+    got = score(ours[0], ours[1], targets(), bias=ours[2], entropy=True, chunk_rows=chunk_rows, **options)
     (got.logprobs * weights - got.entropy * weights**2).sum().backward()
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -70,7 +68,7 @@ def test_a_second_backward_computes_the_logits_again():
     hidden, weight, bias = leaves(*make(torch.float64, bias=True))
     with torch.no_grad():
         bias[::3] = -torch.inf  # an impossible token has neither value nor gradient
-    got = head_logprobs(hidden, weight, torch.arange(T) * 3 + 1, bias=bias, temperature=0.01, entropy=True)
+    got = score(hidden, weight, torch.arange(T) * 3 + 1, bias=bias, temperature=0.01, entropy=True)
     loss = (got.logprobs + got.entropy).sum()
     first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight, bias))
@@ -89,7 +87,7 @@ def test_gradcheck(what):
     ]
 
     def function(hidden, weight, bias):
-        result = head_logprobs(
+        result = score(
             hidden,
             weight,
             torch.tensor([5, 0, 2, 2]),
@@ -110,9 +108,7 @@ def test_without_entropy_the_logprobs_and_their_gradient_are_the_same(chunk_rows
     runs = []
     for entropy in (False, True):
         hidden, weight, bias = leaves(*make(torch.float32, bias=True))
-        got = head_logprobs(
-            hidden, weight, targets(), bias=bias, softcap=2.5, entropy=entropy, chunk_rows=chunk_rows
-        )
+        got = score(hidden, weight, targets(), bias=bias, softcap=2.5, entropy=entropy, chunk_rows=chunk_rows)
         assert (got.entropy is not None) == entropy
         got.logprobs.sum().backward()
         runs.append([got.logprobs.detach(), hidden.grad, weight.grad, bias.grad])
@@ -123,8 +119,8 @@ def test_padded_rows_of_the_head_have_no_part():
     hidden, weight, bias = leaves(*make(torch.float64, bias=True))
     padded_weight = torch.cat([weight.detach(), torch.full((3, H), 9.0)]).requires_grad_()
     padded_bias = torch.cat([bias.detach(), torch.full((3,), 9.0)]).requires_grad_()
-    got = head_logprobs(hidden, padded_weight, targets(), bias=padded_bias, entropy=True, vocab_size=V)
-    want = head_logprobs(hidden, weight, targets(), bias=bias, entropy=True)
+    got = score(hidden, padded_weight, targets(), bias=padded_bias, entropy=True, vocab_size=V)
+    want = score(hidden, weight, targets(), bias=bias, entropy=True)
     assert torch.equal(got.logprobs, want.logprobs)
     (got.logprobs + got.entropy).sum().backward()
     assert not padded_weight.grad[V:].any()
@@ -136,7 +132,7 @@ def test_padded_rows_of_the_head_have_no_part():
 def test_no_positions():
     hidden, weight, bias = make(torch.float32, bias=True)
     hidden, weight, bias = leaves(hidden[:0], weight, bias)
-    got = head_logprobs(hidden, weight, targets()[:0], bias=bias, entropy=True)
+    got = score(hidden, weight, targets()[:0], bias=bias, entropy=True)
     (got.logprobs.sum() + got.entropy.sum()).backward()
     assert got.logprobs.shape == (0,)
     assert hidden.grad.shape == (0, H)
@@ -146,9 +142,9 @@ def test_no_positions():
 
 def test_autocast_changes_nothing():
     hidden, weight, _ = make(torch.float32)
-    expected = head_logprobs(hidden, weight, targets()).logprobs
+    expected = score(hidden, weight, targets()).logprobs
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = head_logprobs(hidden, weight, targets()).logprobs
+        got = score(hidden, weight, targets()).logprobs
     assert torch.equal(got, expected)
 
 
@@ -157,7 +153,7 @@ def test_a_temperature_that_is_written_to_before_the_backward():
     for write in (False, True):
         hidden, weight, _ = leaves(*make(torch.float32))
         temperature = torch.linspace(0.3, 1.7, T)
-        got = head_logprobs(hidden, weight, targets(), temperature=temperature)
+        got = score(hidden, weight, targets(), temperature=temperature)
         if write:
             temperature.fill_(9.0)
         got.logprobs.sum().backward()
@@ -168,19 +164,19 @@ def test_a_temperature_that_is_written_to_before_the_backward():
 def test_errors_name_the_argument_and_the_problem():
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(InvalidInputError, match=r"hidden and weight: got shapes \(11, 18\)"):
-        head_logprobs(hidden[:, 1:], weight, targets())
+        score(hidden[:, 1:], weight, targets())
     with pytest.raises(InvalidInputError, match="targets: got 10 for 11 hidden states"):
-        head_logprobs(hidden, weight, targets()[1:])
+        score(hidden, weight, targets()[1:])
     with pytest.raises(InvalidInputError, match=r"targets: got shape \(11,\) and dtype torch.float32"):
-        head_logprobs(hidden, weight, targets() + 0.5)
+        score(hidden, weight, targets() + 0.5)
     with pytest.raises(InvalidInputError, match=r"targets: got shape \(11, 1\)"):
-        head_logprobs(hidden, weight, targets()[:, None])
+        score(hidden, weight, targets()[:, None])
     with pytest.raises(InvalidInputError, match=r"weight: got dtype torch\.int8, expected float16"):
-        head_logprobs(hidden, weight.to(torch.int8), targets())
+        score(hidden, weight.to(torch.int8), targets())
     with pytest.raises(InvalidInputError, match="targets: 61 at position 1 is not in the vocabulary"):
-        head_logprobs(hidden, weight, targets().index_fill(0, torch.tensor([1]), V))
+        score(hidden, weight, targets().index_fill(0, torch.tensor([1]), V))
     with pytest.raises(InvalidInputError, match="log-prob over the vocabulary at position 7 is NaN"):
-        head_logprobs(hidden.index_fill(0, torch.tensor([7]), torch.nan), weight, targets())
+        score(hidden.index_fill(0, torch.tensor([7]), torch.nan), weight, targets())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["response-only", "loss-mask-only"])
@@ -197,7 +193,7 @@ def test_selecting_rows_before_the_head_changes_nothing_that_is_kept(masked):
     weight = torch.randn(V, H, generator=rng, dtype=torch.float64)
 
     kept = leaves(hidden, weight)
-    got = head_logprobs(rows.select(kept[0]), kept[1], rows.take(ids), entropy=True, chunk_rows=3)
+    got = score(rows.select(kept[0]), kept[1], rows.take(ids), entropy=True, chunk_rows=3)
     spread = rows.scatter(got.logprobs), rows.scatter(got.entropy)
     (spread[0] * weights - spread[1] * weights**2).sum().backward()
 

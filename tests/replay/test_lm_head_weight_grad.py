@@ -12,9 +12,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import candidate_logprobs
+from sglang_topp.replay import score
 from tests.documentation_blocks import block_with
 from tests.triton_subprocess import run_in_subprocess
+
+pytestmark = pytest.mark.usefixtures("dense")
 
 V, H = 61, 19
 SIZES = [3, SINGLE, 7, EMPTY, 30, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -27,12 +29,10 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
-def score(hidden, weight, weight_grad="dense", *, batch: int = 0, **options) -> torch.Tensor:
+def value_of(hidden, weight, weight_grad="dense", *, batch: int = 0, **options) -> torch.Tensor:
     """Return a scalar score of one micro-batch whose gradient differs at every candidate."""
     sets = random_sets(SIZES, V, seed=batch)
-    got = candidate_logprobs(
-        hidden, weight, targets_of(sets), sets, entropy=True, weight_grad=weight_grad, **options
-    )
+    got = score(hidden, weight, targets_of(sets), sets, entropy=True, weight_grad=weight_grad, **options)
     return (got.logprobs * draw(T, seed=1)).sum() + (got.entropy * draw(T, seed=2)).sum()
 
 
@@ -53,7 +53,7 @@ def accumulated(dtype: torch.dtype, batches: int, **options) -> tuple[torch.Tens
     """Return the gradients of `hidden` and `weight` that autograd accumulates over micro-batches."""
     hidden, weight = inputs(dtype)
     for batch in range(batches):
-        score(hidden, weight, batch=batch, **options).backward()
+        value_of(hidden, weight, batch=batch, **options).backward()
     return hidden.grad, weight.grad
 
 
@@ -64,7 +64,7 @@ def test_micro_batches_in_a_buffer_equal_the_dense_gradient_to_the_last_bit(chun
     weight.grad = torch.zeros_like(weight)
     buffer = weight.grad
     for batch in range(3):
-        score(hidden, weight, weight.grad, batch=batch, chunk_candidates=chunk).backward()
+        value_of(hidden, weight, weight.grad, batch=batch).backward()
     assert weight.grad is buffer
     dense_hidden, dense_weight = accumulated(dtype, 3)
     assert torch.equal(buffer, dense_weight)
@@ -79,9 +79,9 @@ def test_a_float32_buffer_under_half_precision_is_not_rounded(chunk, dtype):
     main_grad = torch.zeros(V, H)
     own_grad = torch.zeros(V, H, dtype=dtype)
     for batch in range(3):
-        score(exact_hidden, exact, batch=batch).backward()
+        value_of(exact_hidden, exact, batch=batch).backward()
         for buffer in (main_grad, own_grad):
-            score(hidden, weight, buffer, batch=batch, chunk_candidates=chunk).backward()
+            value_of(hidden, weight, buffer, batch=batch).backward()
     assert weight.grad is None
     assert error(main_grad, exact.grad) < 3e-6
     # Each micro-batch's sum is rounded once, when it is added.
@@ -96,7 +96,7 @@ def test_a_sparse_gradient_equals_the_dense_one(there, dtype):
         weight.grad = torch.zeros_like(weight)
     before = weight.grad
     for batch in range(3):
-        score(hidden, weight, "sparse", batch=batch).backward()
+        value_of(hidden, weight, "sparse", batch=batch).backward()
     dense_hidden, dense_weight = accumulated(dtype, 3)
     assert torch.equal(hidden.grad, dense_hidden)
     if there:
@@ -110,7 +110,7 @@ def test_a_sparse_gradient_equals_the_dense_one(there, dtype):
 
 def test_a_sparse_gradient_is_coalesced_and_has_the_rows_that_occur():
     hidden, weight = inputs()
-    (gradient,) = torch.autograd.grad(score(hidden, weight, "sparse"), weight)
+    (gradient,) = torch.autograd.grad(value_of(hidden, weight, "sparse"), weight)
     assert gradient.is_coalesced()
     assert torch.equal(gradient.indices()[0], ids_that_occur(0))
     assert gradient.dtype == weight.dtype
@@ -127,7 +127,7 @@ def test_optimizers_take_a_sparse_gradient(optimizer):
     step = optimizer([weight], lr=0.1)
     for _ in range(2):
         step.zero_grad()
-        score(hidden.detach(), weight, "sparse").backward()
+        value_of(hidden.detach(), weight, "sparse").backward()
         step.step()
     moved = (weight != before).any(dim=1).nonzero().squeeze(1)
     assert torch.equal(moved, ids_that_occur(0))
@@ -135,7 +135,7 @@ def test_optimizers_take_a_sparse_gradient(optimizer):
         _, dense = inputs()
         for _ in range(2):
             dense.grad = None
-            score(hidden.detach(), dense).backward()
+            value_of(hidden.detach(), dense).backward()
             dense.data -= 0.1 * dense.grad
         assert error(weight, dense) < 1e-6
 
@@ -148,7 +148,7 @@ class _Through(torch.autograd.Function):
         with torch.enable_grad():
             ctx.leaves = leaves(hidden, weight)
             ctx.buffer = torch.zeros_like(weight)
-            ctx.value = score(*ctx.leaves, ctx.buffer if kind == "buffer" else kind)
+            ctx.value = value_of(*ctx.leaves, ctx.buffer if kind == "buffer" else kind)
         return ctx.value.detach()
 
     @staticmethod
@@ -175,14 +175,14 @@ def test_repeats_to_the_last_bit(dtype):
         hidden, weight = inputs(dtype)
         buffers.append(draw(V, H, seed=5))
         for batch in range(2):
-            score(hidden, weight, buffers[-1], batch=batch).backward()
+            value_of(hidden, weight, buffers[-1], batch=batch).backward()
     assert torch.equal(*buffers)
 
 
 def test_two_backwards_add_twice():
     hidden, weight = inputs()
     buffer = torch.zeros(V, H)
-    value = score(hidden, weight, buffer)
+    value = value_of(hidden, weight, buffer)
     value.backward(retain_graph=True)
     once = buffer.clone()
     value.backward()
@@ -193,11 +193,11 @@ def test_two_backwards_add_twice():
 def test_a_buffer_is_left_alone_where_autograd_asks_for_no_gradient_of_the_weight():
     hidden, weight = inputs()
     buffer = torch.zeros(V, H)
-    torch.autograd.grad(score(hidden, weight, buffer), hidden)
-    score(hidden, weight, buffer).backward(inputs=[hidden])
-    score(hidden, weight.detach(), buffer).backward()
+    torch.autograd.grad(value_of(hidden, weight, buffer), hidden)
+    value_of(hidden, weight, buffer).backward(inputs=[hidden])
+    value_of(hidden, weight.detach(), buffer).backward()
     with torch.no_grad():
-        score(hidden, weight, buffer)
+        value_of(hidden, weight, buffer)
     assert not buffer.any()
 
 
@@ -208,7 +208,7 @@ def test_under_gradient_checkpointing(reentrant):
     for batch in range(2):
 
         def part(states, batch=batch):
-            return score(states * 1.0, weight, buffer, batch=batch)
+            return value_of(states * 1.0, weight, buffer, batch=batch)
 
         checkpoint(part, hidden, use_reentrant=reentrant).backward()
     dense_hidden, dense_weight = accumulated(torch.float32, 2)
@@ -226,11 +226,12 @@ def test_a_weight_that_is_also_the_embedding():
         for batch in range(2):
             embedded = torch.nn.functional.embedding(torch.arange(T) % 5, weight)
             where = weight.grad if buffered else "dense"
-            score(hidden + embedded, weight, where, batch=batch).backward()
+            value_of(hidden + embedded, weight, where, batch=batch).backward()
         results.append(weight.grad)
     assert error(*results) < 1e-14
 
 
+@pytest.mark.parametrize("dense", ["none"], indirect=True)
 def test_neither_a_buffer_nor_a_sparse_gradient_needs_a_tensor_as_large_as_the_head():
     vocab, width = 50_000, 8
     sets = random_sets([5] * 40, vocab)
@@ -246,12 +247,12 @@ def test_neither_a_buffer_nor_a_sparse_gradient_needs_a_tensor_as_large_as_the_h
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     made = tensor.untyped_storage().data_ptr() not in given
-                    self.numel = max(self.numel, tensor.numel() * made)
+                    self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize * made)
             return result
 
     for where in (buffer, "sparse"):
         with Largest() as largest:
-            got = candidate_logprobs(hidden, weight, targets_of(sets), sets, weight_grad=where)
+            got = score(hidden, weight, targets_of(sets), sets, weight_grad=where)
             torch.autograd.grad(got.logprobs.sum(), [hidden, weight], allow_unused=True)
         assert 0 < largest.numel <= 40 * 5 * width
 
@@ -261,7 +262,7 @@ def test_layouts_in_memory():
     across = torch.zeros(H, V).t()
     within = torch.zeros(V + 3, H + 2)[3:, 2:]
     for buffer in (across, within):
-        score(hidden, weight, buffer).backward()
+        value_of(hidden, weight, buffer).backward()
         assert torch.equal(buffer, accumulated(torch.float32, 1)[1])
 
 
@@ -296,7 +297,7 @@ def test_megatrons_main_grad(tied, dtype):
             if tied:
                 states = hidden + torch.nn.functional.embedding(torch.arange(T) % 5, weight)
             where = weight.main_grad if weight_grad == "buffer" else "dense"
-            score(states, weight, where, batch=batch).backward()
+            value_of(states, weight, where, batch=batch).backward()
         assert megatron.calls == 2
         assert weight.grad_added_to_main_grad == (weight_grad == "buffer")
         return weight.main_grad
@@ -308,7 +309,7 @@ def test_megatrons_main_grad(tied, dtype):
 def test_another_buffer_than_main_grad_raises_no_flag():
     hidden, weight = inputs()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(V, H), False
-    score(hidden, weight, torch.zeros(V, H)).backward()
+    value_of(hidden, weight, torch.zeros(V, H)).backward()
     assert not weight.grad_added_to_main_grad
     assert weight.grad is None
 
@@ -317,7 +318,7 @@ def test_weight_grad_is_not_exchanged_between_forward_and_backward():
     hidden, weight = inputs()
     for exchanged in (None, torch.zeros(V, H)):
         weight.grad = torch.zeros(V, H)
-        value = score(hidden, weight, weight.grad)
+        value = value_of(hidden, weight, weight.grad)
         weight.grad = exchanged
         with pytest.raises(InvalidInputError, match=r"weight_grad: it was weight\.grad .* would be lost"):
             value.backward()
@@ -345,7 +346,7 @@ ERRORS = {
 def test_errors_name_the_argument_and_the_problem(message):
     hidden, weight = inputs(torch.bfloat16)
     with pytest.raises(InvalidInputError, match="^weight_grad: " + message):
-        score(hidden, weight, ERRORS[message](weight))
+        value_of(hidden, weight, ERRORS[message](weight))
 
 
 @pytest.mark.parametrize(
@@ -357,19 +358,19 @@ def test_a_buffer_for_a_weight_that_is_not_the_parameter_itself(derive):
     """Autograd would get no gradient of the weight, and so the parameter behind it would get none either."""
     hidden, weight = inputs()
     with pytest.raises(InvalidInputError, match="weight_grad: got a buffer for a weight that is computed"):
-        score(hidden, derive(weight), torch.zeros(V, H))
+        value_of(hidden, derive(weight), torch.zeros(V, H))
     for where in (torch.zeros(V, H), "dense"):  # nothing is lost where the parameter wants no gradient
-        score(hidden, derive(weight.detach()), where).backward()
-    score(hidden, derive(weight)).backward()
+        value_of(hidden, derive(weight.detach()), where).backward()
+    value_of(hidden, derive(weight)).backward()
     assert weight.grad.any()
 
 
 def test_a_buffer_in_the_hidden_states():
     memory = torch.zeros(2 * max(T, V), H)
     with pytest.raises(InvalidInputError, match="weight_grad: it shares hidden's memory"):
-        score(memory[:T].requires_grad_(), draw(V, H).requires_grad_(), memory.detach()[T - 1 : T - 1 + V])
+        value_of(memory[:T].requires_grad_(), draw(V, H).requires_grad_(), memory.detach()[T - 1 : T - 1 + V])
     hidden, weight = memory.detach()[:T].clone().requires_grad_(), draw(V, H).requires_grad_()
-    score(
+    value_of(
         hidden, weight, memory.detach()[1 : 2 * V : 2]
     ).backward()  # rows with a stride between them are valid too
 
@@ -377,7 +378,7 @@ def test_a_buffer_in_the_hidden_states():
 def test_heads_without_a_width():
     weight = torch.zeros(V, 0)
     sets = random_sets(SIZES, V)
-    got = candidate_logprobs(torch.zeros(T, 0), weight, targets_of(sets), sets)
+    got = score(torch.zeros(T, 0), weight, targets_of(sets), sets)
     sizes = torch.tensor(sets.sizes)
     torch.testing.assert_close(got.logprobs, -sizes.clamp(min=1).log())
 
@@ -391,20 +392,20 @@ def test_a_main_grad_that_is_to_be_overwritten():
     hidden, weight = inputs()
     weight.main_grad, weight.overwrite_main_grad = torch.zeros(V, H), True
     with pytest.raises(InvalidInputError, match=r"weight_grad: weight\.overwrite_main_grad is set"):
-        score(hidden, weight, weight.main_grad)
+        value_of(hidden, weight, weight.main_grad)
 
 
 def test_the_documented_lines():
     program = block_with("how-to/train.md", "weight_grad=")
     sets = random_sets(SIZES, V)
     hidden, weight = inputs()
-    names = {"torch": torch, "candidate_logprobs": candidate_logprobs, "sets": sets}
+    names = {"torch": torch, "score": score, "sets": sets}
     names |= {"weight": weight, "states": hidden, "targets": targets_of(sets)}
     for _ in range(2):
         exec(program, names)
         names["scores"].logprobs.sum().backward()
     dense_hidden, dense_weight = inputs()
     for _ in range(2):
-        scores = candidate_logprobs(dense_hidden, dense_weight, targets_of(sets), sets)
+        scores = score(dense_hidden, dense_weight, targets_of(sets), sets)
         scores.logprobs.sum().backward()
     assert torch.equal(weight.grad, dense_weight.grad)

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from sglang_topp.replay import candidate_logprobs, head_logprobs
+from sglang_topp.replay import score
 
 V, T = 61, 7
 SIZES = {
@@ -60,11 +60,11 @@ def test_logits_of_the_model(make):
         hidden = model.model(ids).last_hidden_state[0]
     weight, sets = model.lm_head.weight, random_sets([3, 1, V, 5, 2, 9, 4], V)
     targets = targets_of(sets)
-    got = candidate_logprobs(hidden, weight, targets, sets, logit_scale=logit_scale, entropy=True)
+    got = score(hidden, weight, targets, sets, logit_scale=logit_scale, entropy=True)
     want = scores(logits, targets, sets)
     assert error(got.logprobs, want["logprobs"]) < 1e-5
     assert error(got.entropy, want["entropy"]) < 1e-5
-    whole = head_logprobs(hidden, weight, targets, logit_scale=logit_scale)
+    whole = score(hidden, weight, targets, logit_scale=logit_scale)
     assert error(whole.logprobs, torch.log_softmax(logits, 1).gather(1, targets[:, None])[:, 0]) < 1e-5
     # The scale matters here: without it, the log-probs differ.
-    assert error(candidate_logprobs(hidden, weight, targets, sets).logprobs, want["logprobs"]) > 1e-3
+    assert error(score(hidden, weight, targets, sets).logprobs, want["logprobs"]) > 1e-3

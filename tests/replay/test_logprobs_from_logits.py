@@ -18,7 +18,9 @@ from replay_oracle import (
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import dense_mask, full_logprobs, mask_logits, masked_logprobs
+from sglang_topp.replay import dense_mask, mask_logits, score_logits
+
+pytestmark = pytest.mark.usefixtures("dense")
 
 V = 61
 SIZES = [3, SINGLE, 7, EMPTY, V, 2, SINGLE, EMPTY, 12, 5, 2]
@@ -62,7 +64,7 @@ def test_values_and_gradients_equal_the_dense_float64_oracle(dtype, full, temper
 
     (leaf,) = leaves(logits)
     before = leaf.detach().clone()
-    result = masked_logprobs(
+    result = score_logits(
         leaf,
         targets,
         sets,
@@ -98,7 +100,7 @@ def test_gradcheck(what):
     logits = torch.randn(len(sizes), vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def function(logits):
-        result = masked_logprobs(
+        result = score_logits(
             logits, all_targets(sets), sets, temperature=0.7, entropy=True, per_candidate=True, full=True
         )
         return getattr(result, what)
@@ -109,10 +111,10 @@ def test_gradcheck(what):
 @pytest.mark.parametrize("chunk_rows", [1, 4, T, 100])
 def test_full_scores_do_not_depend_on_the_chunk(chunk_rows, sets):
     (logits,) = leaves(make())
-    result = full_logprobs(logits, all_targets(sets), entropy=True, chunk_rows=chunk_rows)
+    result = score_logits(logits, all_targets(sets), entropy=True, chunk_rows=chunk_rows)
     (result.logprobs + result.entropy).sum().backward()
     (whole,) = leaves(make())
-    want = full_logprobs(whole, all_targets(sets), entropy=True)
+    want = score_logits(whole, all_targets(sets), entropy=True)
     (want.logprobs + want.entropy).sum().backward()
     assert torch.equal(result.logprobs, want.logprobs)
     assert torch.equal(logits.grad, whole.grad)
@@ -123,7 +125,7 @@ def test_full_scores_one_at_a_time(only, sets):
     targets = all_targets(sets)
     (leaf,), (exact_leaf,) = leaves(make(torch.float64)), leaves(make(torch.float64))
     weights = torch.linspace(-1, 1, T, dtype=torch.float64)
-    (getattr(full_logprobs(leaf, targets, entropy=True), only) * weights).sum().backward()
+    (getattr(score_logits(leaf, targets, entropy=True), only) * weights).sum().backward()
     (full_scores(exact_leaf, targets)[only == "entropy"] * weights).sum().backward()
     assert error(leaf.grad, exact_leaf.grad) < 1e-12
 
@@ -140,7 +142,7 @@ def test_minus_infinity_among_the_logits(sets):
     (exact_leaf,), (leaf,) = leaves(logits), leaves(logits)
     exact = scores(exact_leaf, targets, sets)
     exact_full = full_scores(exact_leaf, targets)
-    got = masked_logprobs(leaf, targets, sets, entropy=True, full=True)
+    got = score_logits(leaf, targets, sets, entropy=True, full=True)
     assert got.logprobs[4] == -torch.inf
     torch.testing.assert_close(got.logprobs, exact["logprobs"], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.entropy, exact["entropy"], rtol=1e-12, atol=1e-12)
@@ -152,13 +154,11 @@ def test_minus_infinity_among_the_logits(sets):
     torch.testing.assert_close(leaf.grad, exact_leaf.grad, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("function", [masked_logprobs, full_logprobs])
-def test_autocast_changes_nothing(function, sets):
-    options = {"candidates": sets, "full": True} if function is masked_logprobs else {}
-
+@pytest.mark.parametrize("replay", [True, False])
+def test_autocast_changes_nothing(replay, sets):
     def run():
         (leaf,) = leaves(make())
-        got = function(leaf, all_targets(sets), **options)
+        got = score_logits(leaf, all_targets(sets), sets if replay else None, full=replay)
         values = [value for value in vars(got).values() if value is not None]
         sum(value.sum() for value in values).backward()
         return [*values, leaf.grad]
@@ -180,25 +180,27 @@ def test_the_gradient_of_both_kinds_of_scores_is_rounded_once(dtype, chunk_rows,
 
     (exact_leaf,), (leaf,) = leaves(logits, dtype=torch.float64), leaves(logits)
     loss(scores(exact_leaf, targets, sets)["logprobs"], full_scores(exact_leaf, targets)[0]).backward()
-    got = masked_logprobs(leaf, targets, sets, full=True, chunk_rows=chunk_rows)
+    got = score_logits(leaf, targets, sets, full=True, chunk_rows=chunk_rows)
     loss(got.logprobs, got.full_logprobs).backward()
     far = (leaf.grad.double() - exact_leaf.grad).abs() - torch.finfo(dtype).eps / 2 * exact_leaf.grad.abs()
     assert float(far.max()) < 1e-6
 
 
-def test_logits_are_not_kept_for_the_backward(sets):
+@pytest.mark.parametrize("dense", ["none"], indirect=True)
+def test_logits_are_not_kept_for_the_backward():
     """Only candidates are kept. The logits may be freed or overwritten before the backward."""
+    sets = random_sets([min(size, V // 5) for size in SIZES], V)
     (leaf,), (other,) = leaves(make()), leaves(make())
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         logits = leaf * 1.0
         saved.clear()
-        got = masked_logprobs(logits, targets_of(sets), sets, entropy=True)
+        got = score_logits(logits, targets_of(sets), sets, entropy=True)
     assert max(saved) <= sum(SIZES)
     with torch.no_grad():
         logits.zero_()
     (got.logprobs + got.entropy).sum().backward()
-    want = masked_logprobs(other, targets_of(sets), sets, entropy=True)
+    want = score_logits(other, targets_of(sets), sets, entropy=True)
     (want.logprobs + want.entropy).sum().backward()
     assert torch.equal(leaf.grad, other.grad)
 
@@ -208,7 +210,7 @@ def test_a_temperature_that_is_written_to_before_the_backward(sets):
     for write in (False, True):
         (leaf,) = leaves(make())
         temperature = TEMPERATURES["tensor"].clone()
-        got = masked_logprobs(leaf, all_targets(sets), sets, temperature=temperature, full=True)
+        got = score_logits(leaf, all_targets(sets), sets, temperature=temperature, full=True)
         if write:
             temperature.fill_(9.0)
         (got.logprobs + got.full_logprobs).sum().backward()
@@ -219,25 +221,25 @@ def test_a_temperature_that_is_written_to_before_the_backward(sets):
 def test_masked_out_nan_does_not_matter(sets):
     """Logits outside the support are not read."""
     logits, targets = make(), targets_of(sets)
-    expected = masked_logprobs(logits, targets, sets).logprobs
+    expected = score_logits(logits, targets, sets).logprobs
     logits[0] = torch.nan
     ids = torch.tensor(sets[0][0].astype("int64"))
     logits[0, ids] = make()[0, ids]
-    assert torch.equal(masked_logprobs(logits, targets, sets).logprobs, expected)
+    assert torch.equal(score_logits(logits, targets, sets).logprobs, expected)
 
 
 def test_padded_columns_have_no_probability(sets):
     targets = all_targets(sets)
     padded = torch.cat([make(), torch.full((T, 3), 50.0)], dim=1).requires_grad_()
-    got = masked_logprobs(padded, targets, sets, full=True, vocab_size=V)
-    want = masked_logprobs(make(), targets, sets, full=True)
+    got = score_logits(padded, targets, sets, full=True, entropy=True, vocab_size=V)
+    want = score_logits(make(), targets, sets, full=True, entropy=True)
     assert torch.equal(got.full_logprobs, want.full_logprobs)
     assert torch.equal(got.full_entropy, want.full_entropy)
     got.full_logprobs.sum().backward()
     assert not padded.grad[:, V:].any()
-    assert torch.equal(full_logprobs(padded, targets, vocab_size=V).logprobs, want.full_logprobs)
+    assert torch.equal(score_logits(padded, targets, vocab_size=V).logprobs, want.full_logprobs)
     with pytest.raises(InvalidInputError, match="targets: 62 at position 2 is not in the vocabulary"):
-        full_logprobs(padded, targets.index_fill(0, torch.tensor([2]), 62), vocab_size=V)
+        score_logits(padded, targets.index_fill(0, torch.tensor([2]), 62), vocab_size=V)
 
 
 def test_dense_mask_and_mask_logits(sets):
@@ -254,7 +256,7 @@ def test_dense_mask_and_mask_logits(sets):
     assert torch.equal(logits, before)
     assert bool((masked.isneginf() == ~mask).all())
     plain = torch.log_softmax(masked, 1).gather(1, all_targets(sets)[:, None]).squeeze(1)
-    replayed = masked_logprobs(logits, targets_of(sets), sets).logprobs
+    replayed = score_logits(logits, targets_of(sets), sets).logprobs
     has_set = torch.tensor(SIZES) > 0
     assert error(replayed[has_set], plain[has_set]) < 1e-13
 
@@ -269,7 +271,7 @@ def test_masked_losses_and_gradients_are_equal_where_spans_are_empty(sets):
             rows = torch.log_softmax(mask_logits(logits, sets), 1)
             logprobs = rows.gather(1, all_targets(sets)[:, None]).squeeze(1)
         else:
-            logprobs = masked_logprobs(logits, targets_of(sets), sets).logprobs
+            logprobs = score_logits(logits, targets_of(sets), sets).logprobs
         losses.append((logprobs * loss_mask).sum())
         losses[-1].backward()
         gradients.append(logits.grad)
@@ -281,7 +283,7 @@ def test_masked_losses_and_gradients_are_equal_where_spans_are_empty(sets):
 ERRORS = {
     "logits: got shape": lambda a: a | {"logits": a["logits"][None]},
     "logits: got shape .* for 10 targets": lambda a: a | {"targets": a["targets"][1:]},
-    "candidates: got 10 positions": lambda a: a | {"candidates": a["candidates"][1:]},
+    "sets: got 10 positions": lambda a: a | {"sets": a["sets"][1:]},
     "temperature: got -2": lambda a: a | {"temperature": -2},
     "log-prob at position 0 is NaN": lambda a: (
         a | {"logits": a["logits"].index_fill(0, torch.tensor([0]), torch.nan)}
@@ -293,7 +295,7 @@ ERRORS = {
         a | {"logits": a["logits"].index_fill(0, torch.tensor([1]), -torch.inf), "full": True}
     ),
     "targets: -1 at position 3 is not in the vocabulary": lambda a: (
-        a | {"targets": targets_of(a["candidates"]), "full": True}
+        a | {"targets": targets_of(a["sets"]), "full": True}
     ),
     "chunk_rows: got 0": lambda a: a | {"chunk_rows": 0},
 }
@@ -301,9 +303,9 @@ ERRORS = {
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors_name_the_argument_and_the_problem(message, sets):
-    arguments = {"logits": make(), "targets": all_targets(sets), "candidates": sets}
+    arguments = {"logits": make(), "targets": all_targets(sets), "sets": sets}
     with pytest.raises(InvalidInputError, match=message):
-        masked_logprobs(**ERRORS[message](arguments))
+        score_logits(**ERRORS[message](arguments))
 
 
 @pytest.mark.parametrize(
@@ -313,11 +315,11 @@ def test_targets_are_integers(targets):
     with pytest.raises(
         InvalidInputError, match=r"targets: got shape .* and dtype .*, expected integers \[T\]"
     ):
-        full_logprobs(make(), targets)
+        score_logits(make(), targets)
 
 
 def test_more_errors(sets):
     with pytest.raises(InvalidInputError, match=r"logits: got shape \(10, 61\), expected \[11, V\]"):
         mask_logits(make()[1:], sets)
     with pytest.raises(InvalidCandidateSetsError, match="outside the vocabulary of 60"):
-        masked_logprobs(make()[:, :60], targets_of(sets), sets)
+        score_logits(make()[:, :60], targets_of(sets), sets)

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from sglang_topp import CandidateSets
 from sglang_topp.batch import collate_rl
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import Layout, candidate_logprobs
+from sglang_topp.replay import Layout, score
 
 VOCAB, PAD = 61, 3
 PROMPTS, RESPONSES = [4, 1, 7, 2], [3, 6, 1, 5]
@@ -76,7 +76,7 @@ def hidden_states(model, sequences: torch.Tensor, mask: torch.Tensor) -> torch.T
 def scored_by_layout(model, samples, hidden, rows) -> torch.Tensor:
     sampled = torch.tensor(np.concatenate([response for _, response, _ in samples]))
     sets = rows.take_sets([sets for _, _, sets in samples])
-    scores = candidate_logprobs(rows.select(hidden), model.lm_head.weight, rows.take(sampled), sets)
+    scores = score(rows.select(hidden), model.lm_head.weight, rows.take(sampled), sets)
     return scores.logprobs.detach()
 
 

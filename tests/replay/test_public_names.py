@@ -16,15 +16,13 @@ def test_exported_names():
         "ReplayMetrics",
         "RowSelection",
         "Scores",
-        "candidate_logprobs",
         "dense_mask",
         "distillation_loss",
-        "full_logprobs",
-        "head_logprobs",
         "mask_logits",
-        "masked_logprobs",
         "replay_metrics",
         "replayed_old_logprobs",
+        "score",
+        "score_logits",
         "vocab_range",
     ]
     assert all(hasattr(sglang_topp.replay, name) for name in sglang_topp.replay.__all__)

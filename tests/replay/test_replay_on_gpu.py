@@ -24,17 +24,15 @@ from sglang_topp.replay import (
     DistillationLoss,
     Layout,
     Scores,
-    candidate_logprobs,
     dense_mask,
     distillation_loss,
-    full_logprobs,
-    head_logprobs,
     mask_logits,
-    masked_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
+    score_logits,
 )
-from tests.fake_gpu import fake_gpu, gpu
+from tests.fake_gpu import fake_gpu, forbid_waits, gpu
 
 V, H = 30, 20
 SETS = random_sets([3, SINGLE, 7, EMPTY, V, 2, 12], V)
@@ -56,7 +54,7 @@ TEMPERATURE = 0.5 + draw(len(SETS)).abs()
 
 
 def candidate_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor, **options) -> Scores:
-    return candidate_logprobs(
+    return score(
         hidden,
         weight,
         TARGETS.to(device),
@@ -68,7 +66,6 @@ def candidate_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor, **
         entropy=True,
         per_candidate=True,
         kl_to=torch.tensor(SETS.logprobs, device=device),
-        chunk_candidates=5,
         backend="torch",
         **options,
     )
@@ -80,7 +77,7 @@ def head_into_weight_grad(device: str, hidden: Tensor, weight: Tensor, bias: Ten
 
 
 def full_head(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
-    return head_logprobs(
+    return score(
         hidden,
         weight,
         TARGETS.to(device),
@@ -120,7 +117,7 @@ DISTILLED = [
 
 def from_logits(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
     logits = hidden @ weight.t() + bias
-    return masked_logprobs(
+    return score_logits(
         logits,
         TARGETS.to(device),
         SETS,
@@ -132,17 +129,17 @@ def from_logits(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Sc
 
 
 def full_from_logits(device: str, hidden: Tensor, weight: Tensor, bias: Tensor) -> Scores:
-    return full_logprobs(
+    return score_logits(
         hidden @ weight.t() + bias, TARGETS.to(device), temperature=0.7, entropy=True, chunk_rows=3
     )
 
 
 def values_and_gradients(
-    score: Callable[..., Scores | DistillationLoss], device: str, dtype: torch.dtype
+    scored: Callable[..., Scores | DistillationLoss], device: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     inputs = {"hidden": draw(len(SETS), H), "weight": draw(V, H), "bias": draw(V)}
     leaves = {name: value.to(device, dtype).requires_grad_() for name, value in inputs.items()}
-    scores = score(device, *leaves.values())
+    scores = scored(device, *leaves.values())
     values = {
         name: value
         for name, value in vars(scores).items()
@@ -155,12 +152,12 @@ def values_and_gradients(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "score", [candidate_head, head_into_weight_grad, full_head, from_logits, full_from_logits, *DISTILLED]
+    "scored", [candidate_head, head_into_weight_grad, full_head, from_logits, full_from_logits, *DISTILLED]
 )
-def test_scores_and_gradients(score, dtype):
+def test_scores_and_gradients(scored, dtype):
     with gpu():
-        got = values_and_gradients(score, "cuda", dtype)
-    want = values_and_gradients(score, "cpu", dtype)
+        got = values_and_gradients(scored, "cuda", dtype)
+    want = values_and_gradients(scored, "cpu", dtype)
     assert got.keys() == want.keys()
     for name, value in got.items():
         assert value.device.type == "cuda", name
@@ -208,6 +205,20 @@ def test_layout_old_logprobs_and_metrics():
         assert torch.equal(got[name].cpu(), want), name
 
 
+def test_a_row_selection_never_waits():
+    rows = Layout(cp_size=2, cp_rank=1).select_rows([2, 3], [3, 4], loss_mask=[1, 0, 1, 1, 1, 1, 0])
+    hidden = draw(rows.num_hidden_rows, H)
+    with gpu():
+        states, ids = hidden.to("cuda").requires_grad_(), TARGETS.to("cuda")
+        ones = torch.ones((), device="cuda")
+        for _ in range(2):
+            with forbid_waits():
+                picked, kept = rows.select(states), rows.take(ids)
+                (rows.scatter(picked.sum(1)).sum() * ones).backward()
+    assert torch.equal(picked.cpu(), rows.select(hidden))
+    assert torch.equal(kept.cpu(), rows.take(TARGETS))
+
+
 @pytest.mark.parametrize("replay", [True, False])
 def test_the_example_loss(replay):
     path = Path(__file__).parents[2] / "examples" / "grpo_loss.py"
@@ -224,8 +235,8 @@ def test_the_example_loss(replay):
             # The kernels run elsewhere, in Triton's interpreter.
             patch.setattr(
                 module,
-                "candidate_logprobs",
-                lambda *args, **options: candidate_logprobs(*args, **options, backend="torch"),
+                "score",
+                lambda *args, **options: score(*args, **options, backend="torch"),
             )
             loss, _ = module.grpo_loss(
                 hidden, weight, samples, torch.ones(1, device=device), layout=Layout(), replay=replay
@@ -245,7 +256,7 @@ def test_mixed_devices_are_named():
         gpu(),
         pytest.raises(InvalidInputError, match="targets: it is on cpu, and hidden is on cuda:0"),
     ):
-        candidate_logprobs(draw(len(SETS), H).to("cuda"), draw(V, H).to("cuda"), TARGETS, SETS)
+        score(draw(len(SETS), H).to("cuda"), draw(V, H).to("cuda"), TARGETS, SETS)
 
 
 def test_the_fake_gpu_refuses_what_a_gpu_refuses():

@@ -12,11 +12,11 @@ from replay_oracle import EMPTY, SINGLE, head_logits, random_sets, scores, targe
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import (
     Layout,
-    candidate_logprobs,
     dense_mask,
-    masked_logprobs,
     replay_metrics,
     replayed_old_logprobs,
+    score,
+    score_logits,
 )
 
 SIZES = [3, SINGLE, EMPTY, 40, 2, 7]
@@ -34,8 +34,8 @@ def test_scores_and_gradients_are_those_of_the_definition() -> None:
     expected = scores(logits, targets, sets)
     (gradient,) = torch.autograd.grad(expected["logprobs"].sum(), hidden, retain_graph=True)
     for got in (
-        candidate_logprobs(hidden, weight, targets, sets, entropy=True),
-        masked_logprobs(logits, targets, sets, entropy=True),
+        score(hidden, weight, targets, sets, entropy=True),
+        score_logits(logits, targets, sets, entropy=True),
     ):
         torch.testing.assert_close(got.logprobs, expected["logprobs"])
         torch.testing.assert_close(got.entropy, expected["entropy"])

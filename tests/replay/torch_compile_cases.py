@@ -8,7 +8,7 @@ from distillation_oracle import teacher_sets
 from replay_oracle import random_sets, targets_of
 from test_lm_head_weight_grad import SIZES, V, inputs
 
-from sglang_topp.replay import candidate_logprobs, distillation_loss
+from sglang_topp.replay import distillation_loss, score
 
 # The compiler reads `.grad` and suppresses this warning itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -27,7 +27,7 @@ def test_within_a_compiled_function(way):
 
         @transform
         def value(states: torch.Tensor) -> torch.Tensor:
-            scores = candidate_logprobs(states, weight, targets, sets, weight_grad=weight_grad)
+            scores = score(states, weight, targets, sets, weight_grad=weight_grad)
             return scores.logprobs.sum() * 2
 
         value(hidden).backward()

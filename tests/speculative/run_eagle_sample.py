@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
+from sglang_topp_patches.request import SetsRequest
 from sglang_topp_patches.scheduler import speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet
+from sglang_topp_patches.set_buffer import KEY, PackedSet
 from tests.speculative import kernels
 from tests.speculative.chain_draft_worker import accepted, reporter
 
@@ -64,16 +64,20 @@ CHAIN = Tree((0, 1, 2, 3, 4), (1, 2, 3, 4, -1), (-1,) * 5, 5)
 TREE = Tree((0, 1, 2, 3, 4, 1), (1, 3, 5, -1, -1, -1), (-1, 2, -1, 4, -1, -1), 3)
 
 
-def request(rid: str, *, top_k: int = 1 << 30, top_p: float = 1.0, **custom: Any) -> Any:
-    """Return a scheduler's request; `custom` are the patch set's fields."""
+def request(rid: str, *, top_k: int = 1 << 30, top_p: float = 1.0, **fields: Any) -> Any:
+    """Return a scheduler's request; `fields` are the plugin's."""
+    wanted = SetsRequest(
+        threshold=fields.get("top_logprobs_p", 0.0), is_from_sampler="top_logprobs_source" in fields
+    )
     return SimpleNamespace(
+        sglang_topp_request=wanted,
         rid=rid,
         customized_info=None,
         stream=False,
         send_token_offset=0,
         finished=lambda: False,
         sampling_params=SimpleNamespace(
-            custom_params=custom or None, top_k=top_k, top_p=top_p, temperature=1.0, stream_interval=1
+            custom_params=None, top_k=top_k, top_p=top_p, temperature=1.0, stream_interval=1
         ),
     )
 

@@ -110,7 +110,7 @@ def add_trainer_columns(
             whole vocabulary, at the rollout's temperature. `sglang-topp view` ignores the log-probs of tokens
             that `Rollout.extend` appended.
         trainer_masked_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over
-            their candidate sets, as `sglang_topp.replay.masked_logprobs` returns them.
+            their candidate sets, as `sglang_topp.replay.score_logits` returns them.
         rewards: one number for each rollout.
         overwrite: whether to replace `target`, which may be `path`, if it exists. If False, a `target` that
             exists raises InvalidInputError.

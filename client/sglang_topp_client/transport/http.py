@@ -23,7 +23,6 @@ import math
 import os
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
@@ -369,6 +368,7 @@ class HttpClient:
             # `_closer` closes the aiohttp session at that time, even if the caller never calls `aclose`.
             self._closer = self._close_at_end(self._session)
             await anext(self._closer)
+            _keep_from_collector(self._session)
         return self._session
 
     async def _close_at_end(self, session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
@@ -378,6 +378,7 @@ class HttpClient:
             if self._before_close is not None:
                 await self._before_close()
             await session.close()
+            _open_sessions.pop(session, None)
             # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
             await asyncio.sleep(0)
 
@@ -413,6 +414,7 @@ def _leave_connections_to_parent() -> None:
         for client in clients:
             client._leave_to_parent(nowhere)
         os.close(nowhere)
+    _open_sessions.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -420,15 +422,27 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """A connector that a forked process destroys without a word, because the connections are its parent's."""
+    """A connector whose finalizer does nothing.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._pid = os.getpid()
+    `aclose` closes the connections, and so does the end of the event loop (`_close_at_end`). A finalizer may
+    run in any thread, or in a forked process, whose parent uses them.
+    """
 
-    def __del__(self, _warnings: Any = warnings) -> None:
-        if self._pid == os.getpid():
-            super().__del__(_warnings)
+    def __del__(self, _warnings: Any = None) -> None:
+        pass
+
+
+# The garbage collector may find a client in any thread, and would finalize its open session before the
+# client's own finalizer can close it on the session's event loop.
+_open_sessions: dict[aiohttp.ClientSession, asyncio.AbstractEventLoop] = {}
+
+
+def _keep_from_collector(session: aiohttp.ClientSession) -> None:
+    """Refer to a session until it or its event loop is closed."""
+    for other, loop in list(_open_sessions.items()):
+        if loop.is_closed():
+            _open_sessions.pop(other, None)
+    _open_sessions[session] = asyncio.get_running_loop()
 
 
 def _media_type(response: aiohttp.ClientResponse) -> str:

@@ -21,8 +21,8 @@ from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH
 from sglang_topp_patches.hooks import Seam, after
+from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.request_budget import buffer_of, end_without_set, is_refused
-from sglang_topp_patches.scheduler_messages import asking_field, custom_params
 from sglang_topp_patches.set_buffer import Problem, SetBuffer
 
 __all__ = ["CALLED", "fetch_first_token", "note_first_token", "num_scored_here"]
@@ -46,7 +46,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     server.
     """
     req = decode_req.req
-    if not req.return_logprob or not asking_field(custom_params(req).get) or is_refused(req):
+    if not req.return_logprob or not sets_request(req).field or is_refused(req):
         return
     buffer = buffer_of(req)
     # After a retraction, SGLang transfers a request's KV cache again, and restores the request's last token.

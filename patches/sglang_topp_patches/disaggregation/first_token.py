@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sglang_topp.errors import WireError
-from sglang_topp_patches.scheduler_messages import FIELDS, KEY, SOURCE, THRESHOLD
+from sglang_topp_patches.request import SAMPLER, SOURCE, THRESHOLD, sets_request
 from sglang_topp_patches.set_buffer import PackedSets, Problem, SetBuffer
 
 __all__ = ["FirstToken", "differing_names", "first_token_inputs"]
@@ -107,19 +107,13 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     """
     sampling = {**(obj.sampling_params or {})}
     sampling.pop("max_new_tokens", None)
-    if isinstance(custom := sampling.get("custom_params"), dict):
-        # Remove the patch set's own fields from the copy of `custom_params`. Also remove `KEY`, which the
-        # HTTP process adds. The fields `THRESHOLD` and `SOURCE` are instead entries of the returned dict
-        # itself.
-        others = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY)}
-        sampling["custom_params"] = others or None
-    if sampling.get("custom_params") is None:
+    if not sampling.get("custom_params"):
         sampling.pop("custom_params", None)
     prompt = obj.text if obj.input_ids is None else obj.input_ids
-    get = vars(obj).get
+    wanted = sets_request(obj)
     return {
-        THRESHOLD: repr(float(get(THRESHOLD) or 0)),
-        SOURCE: str(get(SOURCE)),
+        THRESHOLD: repr(wanted.threshold),
+        SOURCE: str(SAMPLER if wanted.is_from_sampler else None),
         "logprob_start_len": str(obj.logprob_start_len),
         "sampling_params": json.dumps(sampling, sort_keys=True, default=repr),
         "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_topp.errors import PatchError
 from sglang_topp_patches.hooks import around, before
-from sglang_topp_patches.scheduler_messages import FIELDS
+from sglang_topp_patches.request import FIELDS
 
 __all__ = ["async_generate", "generate", "set_fields"]
 

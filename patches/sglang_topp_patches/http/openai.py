@@ -1,9 +1,9 @@
 """Serve candidate sets on the OpenAI routes, in the HTTP process.
 
 SGLang turns the body of an OpenAI request into a `GenerateReqInput`. The middleware `route_policy.Guard`
-finds the patch set's fields in the body, and this module's hooks copy the fields to the `GenerateReqInput`.
-The hooks collect the candidate sets from the engine's answers, and add the sets to the OpenAI answer. The
-sets are in `sglext`, which is the answer's field for SGLang's extensions::
+finds the plugin's fields in the body, and `request_fields.normalize` attaches what they ask for to the
+`GenerateReqInput`. This module's hooks collect the candidate sets from the engine's answers, and add the sets
+to the OpenAI answer. The sets are in `sglext`, which is the answer's field for SGLang's extensions::
 
     "sglext": {"candidate_sets": [{"index": 0, "output_ids": [...], "output_top_p_logprobs_val_base64": ...}]}
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.http.route_policy import current_call
-from sglang_topp_patches.scheduler_messages import AT_END, SETS
+from sglang_topp_patches.set_buffer import SETS
 
 __all__ = ["add_to_answer", "add_to_stream", "collect_sets"]
 
@@ -120,20 +120,13 @@ def collect_sets(
 
 
 def _ask(adapted_request: Any) -> _Collector | None:
-    """Copy the patch set's fields from the OpenAI call to SGLang's request, and return a new `_Collector`.
-
-    Return None if the OpenAI call asks for no sets.
-    """
+    """Return a new `_Collector` for the sets of an OpenAI call, or None if the call asks for no sets."""
     call = current_call.get()
     if call is None or call.fields is None:
         return None
-    for name, value in call.fields.items():
-        setattr(adapted_request, name, value)
-    call.fields = None
     # The scheduler extracts sets only for requests with `return_logprob`, so set `return_logprob`. The OpenAI
     # answer still contains log-probs only if the caller sets `logprobs`.
     adapted_request.return_logprob = True
-    setattr(adapted_request, AT_END, True)
     collector = _Collector(adapted_request)
     setattr(adapted_request, _COLLECTOR, collector)
     return collector

@@ -18,7 +18,7 @@ from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight, busy_refusal
 
-__all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
+__all__ = ["HTTP_SERVER", "HttpProcess", "note_model", "note_server_args"]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 """The module that defines SGLang's HTTP server and application.
@@ -37,6 +37,7 @@ class HttpProcess:
         model: the served model's limits, or None before the tokenizer manager exists.
         checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
         is_paused: returns whether generation is paused.
+        is_guarded: whether `route_policy.Guard` runs before the routes of SGLang's HTTP server.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
             scheduler without the patch set has None instead of a status.
     """
@@ -47,6 +48,7 @@ class HttpProcess:
     model: ModelLimits | None = None
     checkpoint: Checkpoint | None = None
     is_paused: Callable[[], bool] = lambda: False
+    is_guarded: bool = False
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class HttpProcess:
         # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.
         if self.server_args is None or module is None:
             return ()
-        if getattr(module.app.state, "sglang_topp_guarded", False):
+        if self.is_guarded or module.app.middleware_stack is None:
             return ()
         return ("SGLang's HTTP server began to serve before its routes could be guarded",)
 
@@ -124,8 +126,3 @@ def note_model(
     """Store the model's limits and its checkpoint."""
     process.model = ModelLimits.of(self, server_args)
     process.checkpoint = Checkpoint.of(self, server_args)
-
-
-def mark_guarded(app: Any) -> None:
-    """Record in the application's state that `Guard` is installed."""
-    app.state.sglang_topp_guarded = True

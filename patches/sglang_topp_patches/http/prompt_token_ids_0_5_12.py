@@ -7,29 +7,18 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang_topp_patches.hooks import after, before
+from sglang_topp_patches.request import sets_request
 
-__all__ = ["FIELD", "get_item", "note", "note_batch", "write"]
+__all__ = ["note", "note_batch", "write"]
 
-FIELD = "return_prompt_token_ids"
 _IDS = "_sglang_topp_prompt_ids"
-
-
-@after("sglang.srt.managers.io_struct.GenerateReqInput.__getitem__", until="0.5.13")
-def get_item(item: Any, self: Any, i: int) -> Any:
-    """Copy the field `return_prompt_token_ids`.
-
-    `self` is a request with a list of prompts. `__getitem__` returns `item`, a request with one of the
-    prompts. The hook copies the field from `self` to `item`.
-    """
-    setattr(item, FIELD, getattr(self, FIELD))
-    return item
 
 
 @before("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", until="0.5.13")
 def note(self: Any, tokenized_obj: Any, *args: Any, **kwargs: Any) -> None:
     """Store one prompt's token ids."""
     state = self.rid_to_state[tokenized_obj.rid]
-    if getattr(state.obj, FIELD, False):  # an embedding request lacks this field
+    if sets_request(state.obj).returns_prompt_ids:
         setattr(state, _IDS, list(tokenized_obj.input_ids))
 
 

@@ -19,10 +19,11 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_topp_patches.hooks import after
+from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp_patches.hooks import before
 from sglang_topp_patches.http import request_fields, route_policy, server_info
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
-from sglang_topp_patches.scheduler_messages import FIELDS
+from sglang_topp_patches.request import FIELDS
 
 __all__ = ["OlderReleaseMiddleware", "install"]
 
@@ -68,24 +69,11 @@ class OlderReleaseMiddleware:
         await Response(body, start["status"], headers)(scope, receive, send)
 
 
-@after(
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
-    until="0.5.22",
-    always=True,
-    state=HttpProcess,
-)
-def install(
-    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Install `OlderReleaseMiddleware` in SGLang's application.
-
-    If the process has not imported SGLang's HTTP server, this hook does nothing.
-    """
-    module = sys.modules.get(HTTP_SERVER)
-    if module is None or module.app.middleware_stack is not None:
-        return
-    if not any(middleware.cls is OlderReleaseMiddleware for middleware in module.app.user_middleware):
-        module.app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
+@before("fastapi.applications.FastAPI.build_middleware_stack", until="0.5.22", always=True, state=HttpProcess)
+def install(process: HttpProcess, app: Any) -> None:
+    """Install `OlderReleaseMiddleware` behind `Guard`."""
+    if any(middleware.cls is route_policy.Guard for middleware in app.user_middleware):
+        app.user_middleware.append(Middleware(OlderReleaseMiddleware, process))
 
 
 def _manager() -> Any:
@@ -98,7 +86,8 @@ def _names_our_fields(body: bytes) -> bool:
     Return True for any body with a Unicode escape, because the escape can hide a field's name. If this
     function returns False, the middleware passes the body on to SGLang without a check.
     """
-    return b"\\u" in body or any(field.encode() in body for field in FIELDS)
+    names = (*FIELDS, RESUMED, request_fields.PROMPT_IDS)
+    return b"\\u" in body or any(name.encode() in body for name in names)
 
 
 def _problem(process: HttpProcess, body: bytes, manager: Any) -> str | None:

@@ -14,13 +14,13 @@ Three hooks correct the answer of an aborted request with `resumed_tokens`:
 - `send_while_paused` sends the answer of a request that is aborted during an `in_place` pause. Without this
   hook, SGLang sends the answer only after the pause.
 
-`resumed_tokens` reaches the scheduler inside `sampling_params.custom_params`. The answer repeats
-`resumed_tokens` in `meta_info`.
+The answer repeats `resumed_tokens` in `meta_info`. The scheduler checks the sampling parameters again, after
+SGLang has merged the server's defaults (`scheduler.refuse_unchecked_requests`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED, find_resume_problem
@@ -28,7 +28,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http.process_state import HttpProcess
-from sglang_topp_patches.scheduler_messages import FIELDS, KEY, custom_params
+from sglang_topp_patches.request import sets_request, without_fields
 
 __all__ = [
     "CALLED",
@@ -37,7 +37,6 @@ __all__ = [
     "finish_or_abort",
     "hold_back_stop_string",
     "note_in_meta_info",
-    "pass_to_scheduler",
     "send_all_tokens",
     "send_while_paused",
     "tail_str",
@@ -87,73 +86,28 @@ def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts:
             )
     if problems := (*filter(None, [refused(Feature.RESUMED)]), *process.problems()):
         raise InvalidInputError(f"{RESUMED}: answers are not resumed here: {'; '.join(problems)}")
-    if any(counts):
-        _check_prompts(field, counts)
-    return counts
-
-
-def _check_prompts(field: Callable[[str], Any], counts: Sequence[int | None]) -> None:
-    ids = field("input_ids")
+    ids, params = field("input_ids"), field("sampling_params")
     is_many = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     prompts = ids if is_many else [ids]
-    params = field("sampling_params")
     for i, count in enumerate(counts):
         if not count:
             continue
-        prompt = prompts[i] if i < len(prompts) else None
-        if not isinstance(prompt, list) or count > len(prompt):
-            got = f"{len(prompt)} token ids" if isinstance(prompt, list) else "no token ids"
-            raise InvalidInputError(
-                f"{RESUMED}: got {count} with a prompt of {got}; expected input_ids that end with the tokens"
-                " to continue from"
-            )
         each = params[i] if isinstance(params, list) and i < len(params) else params
-        if isinstance(each, Mapping) and (problem := find_resume_problem(_without_ours(each))):
+        if isinstance(each, Mapping) and (problem := find_resume_problem(without_fields(each))):
             raise InvalidInputError(f"sampling_params.{problem}")
-
-
-def _without_ours(params: Mapping[str, Any]) -> dict[str, Any]:
-    custom = params.get("custom_params")
-    if isinstance(custom, Mapping):
-        custom = {name: value for name, value in custom.items() if name not in (*FIELDS, KEY, RESUMED)}
-    return {**params, "custom_params": custom}
-
-
-def pass_to_scheduler(process: HttpProcess, self: Any, field: Callable[[str], Any]) -> None:
-    """Put `resumed_tokens` into each prompt's sampling parameters, which SGLang sends to the scheduler.
-
-    Args:
-        process: the state of this HTTP process.
-        self: the `GenerateReqInput`, which SGLang has normalized.
-        field: a function that takes the name of a request field, and returns the field's value. The function
-            returns the value that the caller sent, not SGLang's normalized value. If the caller did not send
-            the field, the function returns None.
-
-    Raises:
-        InvalidInputError: the value of `resumed_tokens` is invalid (see `check_fields`).
-    """
-    if field(RESUMED) is None:
-        return
-    counts = check_fields(process, field, self.batch_size)
-    if self.is_single:
-        setattr(self, RESUMED, counts[0])
-        self.sampling_params = _to_scheduler(self.sampling_params, counts[0])
-        return
-    # If n > 1, SGLang repeats the whole list of prompts n times.
-    repeated = [counts[i % self.batch_size] for i in range(len(self.sampling_params))]
-    setattr(self, RESUMED, repeated)
-    self.sampling_params = [
-        _to_scheduler(params, count) for params, count in zip(self.sampling_params, repeated, strict=True)
-    ]
-
-
-def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, Any]:
-    if count is None:
-        return params
-    custom = params.get("custom_params") or {}
-    if not isinstance(custom, Mapping):
-        raise InvalidInputError(f"sampling_params.custom_params: got {custom!r}, expected an object")
-    return {**params, "custom_params": {**custom, RESUMED: count}}
+        prompt = prompts[i] if i < len(prompts) and isinstance(prompts[i], list) else []
+        if count > len(prompt):
+            raise InvalidInputError(
+                f"{RESUMED}: got {count} with a prompt of {len(prompt) or 'no'} token ids; expected input_ids"
+                " that end with the tokens to continue from"
+            )
+        # With --allow-auto-truncate, SGLang cuts the resumed tokens off, and the answer would repeat them.
+        if process.model and len(prompt) > process.model.model.context_length:
+            raise InvalidInputError(
+                f"{RESUMED}: got {count} with a prompt of {len(prompt)} token ids, expected at most"
+                f" {process.model.model.context_length}, the context length"
+            )
+    return counts
 
 
 @after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info")
@@ -161,29 +115,18 @@ def note_in_meta_info(
     result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
 ) -> None:
     """Repeat `resumed_tokens` in the answer."""
-    if (count := vars(state.obj).get(RESUMED)) is not None:
+    if (count := sets_request(state.obj).resumed_tokens) is not None:
         meta_info[RESUMED] = count
 
 
 # -- in the scheduler ---------------------------------------------------------------------------------
 
 
-def _num_resumed(req: Any) -> int | None:
-    """Return the request's `resumed_tokens`, or None if the request lacks the field.
-
-    The result is at most the prompt's length, even if the request bypassed the HTTP checks.
-    """
-    count = custom_params(req).get(RESUMED)
-    if type(count) is not int or count < 0:
-        return None
-    return min(count, len(req.origin_input_ids_unpadded))
-
-
 @around("sglang.srt.managers.schedule_batch.Req.update_finish_state", since="0.5.23")
 def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Report a complete answer as finished, not as aborted."""
-    abort = self.to_finish
-    if abort is None or self.finished() or _num_resumed(self) is None or not _is_requested(abort):
+    abort, resumed_tokens = self.to_finish, sets_request(self).resumed_tokens
+    if abort is None or self.finished() or resumed_tokens is None or not _is_requested(abort):
         original(self, *args, **kwargs)
         return
     self.to_finish = None
@@ -207,7 +150,7 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
     function itself sends no tokens. A request in the waiting queue has tokens if SGLang retracted the
     request, that is, stopped the request and put it back into the queue.
     """
-    if _num_resumed(req) is None or not len(req.output_ids) or abort_req.finished_reason:
+    if sets_request(req).resumed_tokens is None or not len(req.output_ids) or abort_req.finished_reason:
         original(self, abort_req, req)
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -230,7 +173,7 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
         abort = req.to_finish
         if not _is_requested(abort) or req.finished() or req.finished_output:
             continue
-        if _num_resumed(req) is None or not len(req.output_ids):
+        if sets_request(req).resumed_tokens is None or not len(req.output_ids):
             continue
         req.finished_reason = abort
         self.output_streamer.stream_output([req], req.return_logprob)
@@ -240,8 +183,8 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
 @around("sglang.srt.managers.schedule_batch.Req.tail_str", since="0.5.23")
 def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1) -> str:
     """Also search the resumed tokens for stop strings."""
-    params = self.sampling_params
-    if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
+    params, count = self.sampling_params, sets_request(self).resumed_tokens
+    if not count or not (params.stop_strs or params.stop_regex_strs):
         return original(self, new_accepted_len)
     # To find a stop string, SGLang searches at most the last `num_tokens` tokens of the answer.
     num_tokens = max(params.stop_str_max_len, params.stop_regex_max_len) + 1 + max(new_accepted_len - 1, 0)
@@ -263,7 +206,7 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     """
     if original(self):
         return True
-    if not self.sampling_params.stop_strs or _num_resumed(self) is None:
+    if not self.sampling_params.stop_strs or sets_request(self).resumed_tokens is None:
         return False
     text = self.tail_str()
     whole = text.rstrip("\ufffd")
@@ -283,7 +226,7 @@ def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[A
     """
     is_first = self.surr_offset is None or self.read_offset is None
     decode_ids, offset = original(self)
-    if not is_first or not (count := _num_resumed(self)):
+    if not is_first or not (count := sets_request(self).resumed_tokens):
         return decode_ids, offset
     from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 

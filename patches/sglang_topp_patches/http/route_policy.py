@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,12 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
-from sglang_topp_patches.capabilities import Capabilities
-from sglang_topp_patches.hooks import after, before
+from sglang_topp_patches.hooks import around, before
 from sglang_topp_patches.http import checkpoint_tensors
-from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
+from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import BASE64, FIELDS, NUCLEUS
+from sglang_topp_patches.request import BASE64, FIELDS, NUCLEUS, SetsRequest
 
 __all__ = [
     "NO_PROMPT",
@@ -40,7 +39,6 @@ __all__ = [
     "Guard",
     "current_call",
     "guard",
-    "guard_served_app",
     "misplaced",
     "path_without_sets",
     "read_body",
@@ -121,10 +119,6 @@ _PIECE_BYTES = 1 << 20
 _READER_TIMEOUT_MS = 120_000
 _TRANSPORT = "sglang_topp_transport"
 _TRIMMER = HeapTrimmer()
-# `Guard` reads the `HttpProcess`, which all hooks of the process share, from this attribute of `app.state`.
-# `Guard` cannot take the `HttpProcess` as an argument, because SGLang's HTTP workers get `Guard` from
-# `worker_app`, which has no access to the `HttpProcess`.
-_PROCESS = "sglang_topp_process"
 
 current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
 """The HTTP call that the current asyncio task handles, or None."""
@@ -139,13 +133,16 @@ class Call:
     Attributes:
         path: the route.
         candidates: the number of candidates that the call holds, for all samples together.
-        fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
-            OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.
+        fields: the plugin's fields from a body that no hook sees, of an OpenAI route or the Vertex route.
+        requests: what each prompt of a body wants that `request_fields.check_body` has parsed (`/generate`).
+            `request_fields.normalize` takes `fields` or `requests`, and leaves None. A call that still has
+            one of them when it's answered is an error.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.fields = fields
+        self.requests: tuple[SetsRequest, ...] | None = None
         self.candidates = 0
         self._in_flight: InFlight | None = None
 
@@ -171,8 +168,8 @@ class Call:
 class Guard:
     """The innermost ASGI middleware. It runs before the routes, after authentication and decompression."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, process: HttpProcess) -> None:
+        self._app, self._process = app, process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection: serve, refuse, or pass on the request."""
@@ -191,11 +188,12 @@ class Guard:
             place = unserved[0]
             return await _refusal(path, _cannot(path, place), place)(scope, receive, send)
         if path in OPENAI and asked:
-            if problem := _openai_problem(asked):
+            if problem := _openai_problem(asked, self._process.problems()):
                 return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
             return await self._serve(Call(path, _top_level(body)), scope, receive, send)
         if path in SERVED and path not in OPENAI:
-            return await self._serve(Call(path), scope, receive, send)
+            fields, receive = _take_fields(body, receive) if asked else (None, receive)
+            return await self._serve(Call(path, fields), scope, receive, send)
         token = path_without_sets.set(path)
         try:
             await self._app(scope, receive, send)
@@ -226,14 +224,24 @@ def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: 
         raise InvalidInputError(_cannot("gRPC", place))
 
 
-def guard(app: Any) -> None:
-    """Install `Guard` in front of SGLang's routes. The application must not be serving yet."""
-    if not any(middleware.cls is Guard for middleware in app.user_middleware):
-        app.user_middleware.append(Middleware(Guard))
-        build = app.build_middleware_stack
-        app.build_middleware_stack = lambda: _note_transport(build())
-        checkpoint_tensors.add_route(app, lambda: getattr(app.state, _PROCESS).checkpoint)
-    mark_guarded(app)
+@around("fastapi.applications.FastAPI.build_middleware_stack", always=True, state=HttpProcess)
+def guard(process: HttpProcess, original: Callable[[Any], ASGIApp], app: Any) -> ASGIApp:
+    """Install `Guard` in front of SGLang's routes.
+
+    An application builds its middleware when it begins to serve, so it doesn't matter whether SGLang's HTTP
+    server or the plugin was loaded first.
+    """
+    is_guarded = any(middleware.cls is Guard for middleware in app.user_middleware)
+    if is_guarded or not any(_is_sglangs(route) for route in app.routes):
+        return original(app)
+    process.is_guarded = True
+    checkpoint_tensors.add_route(app, lambda: process.checkpoint)
+    app.user_middleware.append(Middleware(Guard, process))
+    return _note_transport(original(app))
+
+
+def _is_sglangs(route: Any) -> bool:
+    return getattr(getattr(route, "endpoint", None), "__module__", "") == HTTP_SERVER
 
 
 def _note_transport(app: ASGIApp) -> ASGIApp:
@@ -248,17 +256,6 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return noting
-
-
-@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
-def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Install `Guard` if this process has SGLang's application."""
-    module = sys.modules.get(HTTP_SERVER)
-    if module is None:
-        return
-    setattr(module.app.state, _PROCESS, process)
-    if module.app.middleware_stack is None:
-        guard(module.app)
 
 
 def _is_served(path: str, place: str) -> bool:
@@ -283,12 +280,18 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
         if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
             break
     body = b"".join(message.get("body", b"") for message in messages)
-    messages.reverse()
+    is_whole = messages[-1]["type"] == "http.request"
+    return body, _again(body, receive) if is_whole else receive
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return an ASGI `receive` function that delivers a body, and then what `receive` delivers."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
         return messages.pop() if messages else await receive()
 
-    return body, again
+    return again
 
 
 def misplaced(body: Any) -> str | None:
@@ -343,20 +346,21 @@ def _top_level(body: bytes) -> dict[str, Any]:
     return {field: parsed[field] for field in FIELDS if field in parsed}
 
 
-def _openai_problem(asked: list[str]) -> str:
+def _take_fields(body: bytes, receive: Receive) -> tuple[dict[str, Any], Receive]:
+    """Take the plugin's fields out of a Vertex body, whose `parameters` SGLang passes on as keywords."""
+    parsed = json.loads(body)
+    parameters = parsed.get("parameters") or {}
+    fields = {field: parameters.pop(field) for field in _ASKING if field in parameters}
+    return fields, _again(json.dumps(parsed).encode(), receive)
+
+
+def _openai_problem(asked: list[str], problems: tuple[str, ...]) -> str:
     """Return the reason if an OpenAI call cannot be answered with sets, and "" otherwise."""
-    if problems := _server_problems():
+    if problems:
         return f"candidate sets are not served here: {'; '.join(problems)}"
     if all(place.endswith(BASE64) for place in asked):
         return "sets the form of candidate sets, and the request asks for none; ask for them, or leave it out"
     return ""
-
-
-def _server_problems() -> tuple[str, ...]:
-    """Return every reason why this process's HTTP server refuses requests for sets, and () if none."""
-    module = sys.modules.get(HTTP_SERVER)
-    process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
-    return Capabilities.of(None).problems if process is None else process.problems()
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
@@ -398,11 +402,20 @@ def _in_pieces(send: Send, call: Call) -> Send:
     Each piece is sent only after the client has taken the one before. An empty piece ends the body, so the
     call's candidates count until the client has taken the whole body.
     """
+    is_served = True
 
     async def send_in_pieces(message: Message) -> None:
+        nonlocal is_served
         body = message.get("body", b"")
-        if message["type"] == "http.response.start" and message["status"] < 400 and call.fields is not None:
-            raise RuntimeError("the answer to a request for candidate sets was made without them")
+        is_stream = False
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            is_served = False
+            # A stream begins before SGLang normalizes its request.
+            is_stream = all(name != b"content-length" for name, _ in message["headers"])
+        if not is_served and not is_stream:
+            if call.fields is not None or call.requests is not None:
+                raise RuntimeError("the answer to a request for candidate sets was made without them")
+            is_served = True
         if message["type"] != "http.response.body" or not call.candidates:
             return await send(message)
         for start in range(0, len(body), _PIECE_BYTES):

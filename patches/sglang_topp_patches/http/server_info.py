@@ -13,7 +13,7 @@ from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import budget
 from sglang_topp_patches.scheduler import gpu_staging
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess, StagingCounts
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import KEY
 
 __all__ = ["add_status", "note_scheduler_states", "report_state"]
 

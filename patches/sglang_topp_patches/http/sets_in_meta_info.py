@@ -36,19 +36,8 @@ from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
 from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
-from sglang_topp_patches.scheduler_messages import (
-    AT_END,
-    BASE64,
-    DISTRIBUTION,
-    KEY,
-    NUCLEUS,
-    SAMPLER,
-    SETS,
-    SOURCE,
-    asking_field,
-    from_sampler,
-)
-from sglang_topp_patches.set_buffer import Positions, Problem
+from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_request
+from sglang_topp_patches.set_buffer import KEY, SETS, Positions, Problem
 
 __all__ = [
     "CALLED",
@@ -114,19 +103,18 @@ def write_meta_info(
 ) -> None:
     """Add candidate sets to the answer."""
     finished = meta_info["finish_reason"] is not None
-    get = vars(state.obj).get
-    field, base64 = asking_field(get), get(BASE64)
-    at_end = get(AT_END, False)
+    wanted = sets_request(state.obj)
+    field, at_end = wanted.field, wanted.is_sent_at_end
     if at_end and finished and not field:
         meta_info[SETS] = None
-    if not field and not base64:
+    if not field and not wanted.is_base64:
         return
     stream = getattr(state.obj, "stream", False) and not at_end
     is_shown = stream or finished
     # An incremental chunk holds the token positions since the previous chunk. A chunk that is not incremental
     # holds all token positions so far.
     start = state.last_output_offset if stream and internals().streams_increments(self) else 0
-    if base64 and top_logprobs_num and is_shown and not at_end:
+    if wanted.is_base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
     if not field:
         return
@@ -145,7 +133,7 @@ def write_meta_info(
     # the default, "distribution", a prompt position needs a set if SGLang reports a log-prob for the
     # position. The accumulator counts generated tokens by their ids, because SGLang may report a log-prob
     # without a token if `max_new_tokens` is 0.
-    num_prompt = 0 if from_sampler(get) else fetch_prefill_sets.num_scored_here(self.server_args, state)
+    num_prompt = 0 if wanted.is_from_sampler else fetch_prefill_sets.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
         sets, token_id = accumulator.sets, accumulator.first_token_id
@@ -182,7 +170,7 @@ def write_sets(
     the client.
     """
     chunks = original(self, obj=obj, state=state, request=request)
-    if not asking_field(vars(obj).get):
+    if not sets_request(obj).field:
         return chunks
     return _with_sets(process, chunks, self, state)
 
@@ -199,7 +187,7 @@ def answer_with_status(
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
-    return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
+    return _with_status(chunks, obj) if sets_request(obj).field else chunks
 
 
 @around(
@@ -219,7 +207,7 @@ def write_sets_of(
     This hook combines `write_sets` and `answer_with_status`.
     """
     chunks = original(self, obj, request)
-    if not asking_field(vars(obj).get):
+    if not sets_request(obj).field:
         return chunks
     return _with_status(_with_sets(process, chunks, self, self.rid_to_state[obj.rid]), obj)
 
@@ -260,10 +248,10 @@ async def _with_sets(
                     accumulator.add_first_token(await accumulator.question)
                 if problem := accumulator.check(None):
                     abort()
-                    field = asking_field(vars(state.obj).get)
+                    field = sets_request(state.obj).field
                     raise CallEndedError(f"{field}: {problem}", accumulator.status)
                 _write_sets(self, out, state, accumulator)
-            elif reason is None and not getattr(state.obj, AT_END, False):
+            elif reason is None and not sets_request(state.obj).is_sent_at_end:
                 # Drop a chunk in which a token has no set. Without sets, the chunk would look like an answer
                 # to a request that asked for no sets. A later chunk of the answer reports the error.
                 continue
@@ -275,10 +263,10 @@ async def _with_sets(
 
 
 def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: ResponseAccumulator) -> None:
-    meta_info, obj = out["meta_info"], state.obj
+    meta_info, obj, wanted = out["meta_info"], state.obj, sets_request(state.obj)
     start, stop = meta_info.pop(KEY)
-    at_end = getattr(obj, AT_END, False)
-    is_incremental = getattr(obj, "stream", False) and internals().streams_increments(self) and not at_end
+    is_stream = getattr(obj, "stream", False) and not wanted.is_sent_at_end
+    is_incremental = is_stream and internals().streams_increments(self)
     if not is_incremental:
         # Copy the chunk's lists up to the chunk's last token, because SGLang appends to the original lists
         # while the caller still uses the chunk.
@@ -289,7 +277,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, accumulator: Respons
                 meta_info[name] = meta_info[name][: max(stop, 1)]
     first = accumulator.sets.first
     positions = accumulator.sets.generated.positions(start - first, stop - first)
-    if getattr(obj, NUCLEUS, False):
+    if wanted.is_for_slime:
         slime_fields.write_nuclei(meta_info, positions)
     else:
         _write_our_fields(self, meta_info, state, accumulator, stop, positions)
@@ -305,10 +293,11 @@ def _write_our_fields(
     stop: int,
     generated: Positions,
 ) -> None:
-    obj = state.obj
-    at_end = getattr(obj, AT_END, False)
-    target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]}) if at_end else meta_info
-    target[SOURCE] = SAMPLER if from_sampler(vars(obj).get) else DISTRIBUTION
+    obj, wanted = state.obj, sets_request(state.obj)
+    target = meta_info
+    if wanted.is_sent_at_end:
+        target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]})
+    target[SOURCE] = SAMPLER if wanted.is_from_sampler else DISTRIBUTION
     sets, num_prompt = accumulator.sets, len(accumulator.sets.prompt)
     if (stop or num_prompt) and not refused(Feature.WEIGHT_VERSIONS):
         target.update(sets.weight_versions(stop))
@@ -316,7 +305,7 @@ def _write_our_fields(
     if num_prompt:
         sides.append(("input", sets.prompt.positions(0, num_prompt)))
     for side, positions in sides:
-        if getattr(obj, BASE64, False):
+        if wanted.is_base64:
             fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
         else:
             with_text = obj.return_text_in_logprobs and not internals().skips_tokenizer(self)
@@ -325,7 +314,7 @@ def _write_our_fields(
 
 
 def _accumulator(state: Any) -> ResponseAccumulator:
-    cost = 1 if getattr(state.obj, BASE64, False) else LIST_FORM_COST
+    cost = 1 if sets_request(state.obj).is_base64 else LIST_FORM_COST
     accumulator: ResponseAccumulator = state.__dict__.setdefault(_ACCUMULATOR, ResponseAccumulator(cost))
     return accumulator
 
@@ -338,7 +327,7 @@ def merge_chunks(
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
-        # If the request has the attribute `AT_END`, only the last chunk has sets. So only the `meta_info` of
+        # If the request's sets are sent at the end, only the last chunk has sets. So only the `meta_info` of
         # the last chunk has `KEY`.
         if any(KEY in part for part in parts[:-1]):
             if all(part.get(KEY) for part in parts):
@@ -364,7 +353,7 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     """
     state = self.rid_to_state.get(recv_obj.rid)
     original(self, recv_obj)
-    if state is None or not asking_field(vars(state.obj).get):
+    if state is None or not sets_request(state.obj).field:
         return
     if not getattr(state.obj, "stream", False):
         return

@@ -39,9 +39,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from sglang.srt.plugins import load_plugins
 
-    from sglang_topp_patches.http import route_policy
-
     load_plugins()
-    application = pkgutil.resolve_name(os.environ.get(_ORIGINAL, _DEFAULT))
-    route_policy.guard(application)
-    return application
+    return pkgutil.resolve_name(os.environ.get(_ORIGINAL, _DEFAULT))

@@ -42,8 +42,7 @@ from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet
+from sglang_topp_patches.set_buffer import KEY, PackedSet
 
 __all__ = ["CALLED", "GeneratedSets", "attach_logprobs", "compute_logprobs", "sample", "trim_after_sending"]
 

@@ -35,8 +35,7 @@ from sglang_topp_patches.scheduler.request_budget import (
     refuse,
 )
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet, SetBuffer
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25

@@ -22,7 +22,7 @@ from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import KEY
 
 __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_output"]
 

@@ -28,7 +28,7 @@ import torch
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import after, before
-from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
+from sglang_topp_patches.request import sets_request
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
 
@@ -145,7 +145,7 @@ def weights_of(req: Any) -> Weights | None:
 
 def scores_prompt(req: Any) -> bool:
     """Return whether a request asks for the sets of prompt positions."""
-    return bool(custom_params(req).get(THRESHOLD) and 0 <= req.logprob_start_len < len(req.origin_input_ids))
+    return bool(sets_request(req).threshold and 0 <= req.logprob_start_len < len(req.origin_input_ids))
 
 
 def outside_kv_problem(scheduler: Any) -> str:

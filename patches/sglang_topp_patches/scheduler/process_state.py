@@ -9,7 +9,7 @@ from weakref import WeakSet
 from sglang_topp.malloc_trim import HeapTrimmer
 from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import KEY
 
 __all__ = ["SchedulerProcess", "StagingCounts"]
 

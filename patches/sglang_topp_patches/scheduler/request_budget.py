@@ -13,10 +13,10 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_topp_patches.hooks import before
-from sglang_topp_patches.memory.budget import budget, per_sample_refusal
+from sglang_topp_patches.memory.budget import LIST_FORM_COST, budget, per_sample_refusal
+from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler_messages import KEY, custom_params
-from sglang_topp_patches.set_buffer import Problem, SetBuffer
+from sglang_topp_patches.set_buffer import KEY, Problem, SetBuffer
 
 __all__ = ["admit", "buffer_of", "charge", "end_without_set", "forget_aborted", "is_refused", "refuse"]
 
@@ -40,8 +40,8 @@ def admit(req: Any, process: SchedulerProcess) -> None:
     aborted request and its sets in memory until a full garbage collection.
     """
     process.requests.add(req)
-    custom = custom_params(req)
-    if custom.get("__req__") is req:
+    custom = req.sampling_params.custom_params
+    if isinstance(custom, dict) and custom.get("__req__") is req:
         custom["__req__"] = weakref.proxy(req)
 
 
@@ -70,7 +70,7 @@ def charge(req: Any, candidates: int, positions: int = 1) -> None:
     buffer = buffer_of(req)
     buffer.num_candidates += candidates
     buffer.num_positions += positions
-    cost = custom_params(req).get(KEY, 1)
+    cost = 1 if sets_request(req).is_base64 else LIST_FORM_COST
     if problem := per_sample_refusal(budget(), buffer.num_candidates * cost, buffer.num_positions):
         refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import after
+from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params, from_sampler
 
 __all__ = [
     "ForwardPass",
@@ -104,8 +104,12 @@ def requested_rows(batch: Any) -> RequestedRows | None:
     if not batch.return_logprob:
         return None
     answers = internals().answers_requests()
-    thresholds = tuple(_threshold(req) if answers and not is_refused(req) else 0.0 for req in batch.reqs)
-    drawn = tuple(row for row, req in enumerate(batch.reqs) if from_sampler(custom_params(req).get))
+    wanted = [sets_request(req) for req in batch.reqs]
+    thresholds = tuple(
+        one.threshold if answers and not is_refused(req) else 0.0
+        for one, req in zip(wanted, batch.reqs, strict=True)
+    )
+    drawn = tuple(row for row, one in enumerate(wanted) if one.is_from_sampler)
     if not any(thresholds) and not drawn:
         return None
     # A greedy request has a top_k of 1, because SGLang replaces temperature 0 with a top_k of 1.
@@ -116,7 +120,3 @@ def requested_rows(batch: Any) -> RequestedRows | None:
 def forward_pass_of(top_logprobs_nums: list[int] | None) -> ForwardPass | None:
     """Return the `ForwardPass` attached to the list `top_logprobs_nums`, or None if there is none."""
     return getattr(top_logprobs_nums, "forward_pass", None)
-
-
-def _threshold(req: Any) -> float:
-    return custom_params(req).get(THRESHOLD) or 0.0

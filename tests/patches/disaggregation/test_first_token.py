@@ -11,14 +11,14 @@ import pytest
 
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
 
 ASKED = {"top_logprobs_p": "0.9", "prompt": "abc"}
 
 
 OBJ = SimpleNamespace(
-    top_logprobs_p=0.9,
+    sglang_topp_request=SetsRequest(threshold=0.9),
     text=None,
     input_ids=[1, 2],
     logprob_start_len=-1,
@@ -84,8 +84,8 @@ def test_what_is_not_whole_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"top_logprobs_p": 0.5}, "top_logprobs_p"),
-        ({"top_logprobs_p": None, "top_logprobs_source": "sampler"}, "top_logprobs_source"),
+        ({"sglang_topp_request": SetsRequest(threshold=0.5)}, "top_logprobs_p"),
+        ({"sglang_topp_request": SetsRequest(is_from_sampler=True)}, "top_logprobs_source"),
         ({"logprob_start_len": 0}, "logprob_start_len"),
         ({"input_ids": [2, 1]}, "prompt"),
         ({"input_ids": None, "text": "x"}, "prompt"),
@@ -101,20 +101,8 @@ def test_what_is_asked_for_differs_where_the_sets_may(change: dict[str, Any], na
     assert name is None or other[name] != INPUTS[name]
 
 
-def test_a_field_of_ours_is_compared_once() -> None:
-    """The patch set leaves a copy of it where the scheduler finds it."""
-    given = [
-        {**vars(OBJ), "top_logprobs_p": p, "sampling_params": {"custom_params": {"top_logprobs_p": p}}}
-        for p in (0.5, 0.9)
-    ]
-    one, other = (first_token_inputs(SimpleNamespace(**each)) for each in given)
-    assert [name for name in one if one[name] != other[name]] == ["top_logprobs_p"]
-
-
 def test_a_request_without_sets_differs_in_what_it_asks_for_alone() -> None:
-    """The patch set puts its fields, and what a candidate costs, into the other request's `custom_params`."""
-    sampling = {"temperature": 0.7, "custom_params": {"top_logprobs_p": 0.9, KEY: 1}}
-    asks = first_token_inputs(SimpleNamespace(**{**vars(OBJ), "sampling_params": sampling}))
-    plain = {"top_logprobs_p": None, "sampling_params": {"temperature": 0.7}}
-    other = first_token_inputs(SimpleNamespace(**{**vars(OBJ), **plain}))
-    assert differing_names(asks, other) == ("top_logprobs_p",)
+    """Custom parameters that held the plugin's fields alone are left out, or None on the OpenAI routes."""
+    sampling = {**OBJ.sampling_params, "custom_params": None}
+    other = {**vars(OBJ), "sampling_params": sampling, "sglang_topp_request": NOTHING}
+    assert differing_names(INPUTS, first_token_inputs(SimpleNamespace(**other))) == ("top_logprobs_p",)

@@ -21,9 +21,9 @@ from sglang_topp_patches.disaggregation.first_token import FirstToken, first_tok
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillServer
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.request_budget import is_refused
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without
 
@@ -34,7 +34,7 @@ OBJ = SimpleNamespace(
     bootstrap_host="127.0.0.1",
     bootstrap_port=0,
     bootstrap_room=ROOM,
-    top_logprobs_p=0.9,
+    sglang_topp_request=SetsRequest(threshold=0.9),
     text=None,
     input_ids=[1, 2],
     logprob_start_len=-1,
@@ -283,8 +283,9 @@ async def test_what_nobody_asks_for_goes_and_leaves_nothing(
 
 def test_the_scheduler_says_where_the_first_set_is() -> None:
     def request(**changes: Any) -> SimpleNamespace:
-        custom = SimpleNamespace(custom_params={"top_logprobs_p": 0.9})
-        given = {"return_logprob": True, "sampling_params": custom, "customized_info": None}
+        wanted = SetsRequest(threshold=0.9)
+        given = {"return_logprob": True, "sglang_topp_request": wanted, "customized_info": None}
+        given["sampling_params"] = SimpleNamespace()
         return SimpleNamespace(**{**given, "output_ids": [3], **changes})
 
     def noted(req: SimpleNamespace, is_rebootstrap: bool = False) -> Any:
@@ -294,7 +295,7 @@ def test_the_scheduler_says_where_the_first_set_is() -> None:
         return None if buffer is None else buffer.generated.sets()
 
     assert noted(request()) == [None]
-    assert noted(request(sampling_params=SimpleNamespace(custom_params=None))) is None
+    assert noted(request(sglang_topp_request=NOTHING)) is None
     assert noted(request(return_logprob=False)) is None
     # The request was aborted before its first token.
     assert not noted(request(output_ids=[]))

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from sglang_topp_patches.http import prompt_token_ids_0_5_12
+from sglang_topp_patches.request import SetsRequest, attach
 
 CHUNKS = [{"text": "a"}, {"text": "ab"}]
 
@@ -19,7 +18,7 @@ def manager(**asks: bool | None) -> SimpleNamespace:
     for rid, asked in asks.items():
         obj = SimpleNamespace(rid=rid)
         if asked is not None:
-            obj.return_prompt_token_ids = asked
+            attach(obj, SetsRequest(returns_prompt_ids=asked))
         states[rid] = SimpleNamespace(obj=obj)
     return SimpleNamespace(rid_to_state=states)
 
@@ -49,14 +48,6 @@ async def test_prompts_that_are_sent_together_have_their_own() -> None:
     prompt_token_ids_0_5_12.note_batch(requests, together)
     assert (await answer(requests, "one"))[-1]["prompt_token_ids"] == [1]
     assert (await answer(requests, "two"))[-1]["prompt_token_ids"] == [2, 3]
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_is_asked_of_a_batch_is_asked_of_its_parts(asked: bool) -> None:
-    item = SimpleNamespace()
-    whole = SimpleNamespace(return_prompt_token_ids=asked)
-    assert prompt_token_ids_0_5_12.get_item(item, whole, 1) is item
-    assert item.return_prompt_token_ids is asked
 
 
 async def test_an_answer_that_nobody_reads_on_is_closed() -> None:

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from sglang_topp_patches.http import request_check_middleware_before_0_5_22
 from sglang_topp_patches.http.request_check_middleware_before_0_5_22 import OlderReleaseMiddleware
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import KEY
 from tests.patches.make_http_process import http_process
 
 # The body names a field of ours without requesting sets, because the patch set does not hold in this process.

@@ -24,6 +24,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import resume
 from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import skip_without
@@ -42,12 +43,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer
 
 
-def request(tokenizer: Any, prompt: str, output: str, *, count: Any = None, **params: Any) -> Any:
+def request(tokenizer: Any, prompt: str, output: str, *, count: int | None = None, **params: Any) -> Any:
     """Return SGLang's request with a part of its answer."""
-    custom = None if count is None else {RESUMED: count}
-    sampling = SamplingParams(**{"max_new_tokens": 100, **params}, custom_params=custom)
+    sampling = SamplingParams(**{"max_new_tokens": 100, **params})
     sampling.normalize(tokenizer)
     made = Req("r", "", array("q", tokenizer.encode(prompt)), sampling, eos_token_ids={END}, vocab_size=512)
+    attach(made, SetsRequest(resumed_tokens=count))
     made.tokenizer = tokenizer
     made.output_ids = array("q", tokenizer.encode(output))
     return made
@@ -119,13 +120,6 @@ def test_nothing_before_the_answer_is_looked_at(tokenizer: Any) -> None:
     assert tail(request(tokenizer, "prompt<e", "nd>", stop=["<end>"])) == "nd>"
     assert tail(request(tokenizer, "prompt<e", "nd>", count=2, stop=["<end>"])) == "<end>"
     assert tail(request(tokenizer, "prompt<e", "nd>", count=2)) == ""
-
-
-@pytest.mark.parametrize("count", [-1, True, 2.0, "2", [2], {}])
-def test_what_came_past_the_checks_is_passed_over(tokenizer: Any, count: Any) -> None:
-    made = request(tokenizer, "prompt<e", "nd>", count=count, stop=["<end>"])
-    assert tail(made) == "nd>"
-    assert tail(request(tokenizer, "<e", "nd>", count=10**9, stop=["<end>"])) == "<end>"
 
 
 def test_the_text_begins_where_the_answer_does(tokenizer: Any) -> None:
@@ -259,7 +253,7 @@ def test_what_the_field_does_not_take(body: dict[str, Any], words: str) -> None:
 
 @pytest.mark.usefixtures("holds")
 def test_what_it_takes() -> None:
-    ours = {"custom_params": {"top_logprobs_p": 0.9, RESUMED: 0, "sglang_topp": 1}}
+    ours = {"custom_params": {"top_logprobs_p": 0.9, "return_logprobs_in_base64": True}}
     assert resume.check_fields(PROCESS, {"text": "a", RESUMED: 0}.get, 1) == [0]
     assert resume.check_fields(
         PROCESS, {"text": "a", "sampling_params": {"regex": "a"}, RESUMED: 0}.get, 1
@@ -274,18 +268,3 @@ def test_where_the_patch_set_does_not_hold_it_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(InvalidInputError, match="answers are not resumed here: a seam is gone"):
         resume.check_fields(PROCESS, {"text": "a", RESUMED: 0}.get, 1)
     assert resume.check_fields(PROCESS, {"text": "a"}.get, 1) == [None]
-
-
-@pytest.mark.usefixtures("holds")
-def test_a_batch_hands_each_prompt_its_own() -> None:
-    batch = SimpleNamespace(is_single=False, batch_size=2, sampling_params=[{"n": 2}, {"n": 2}] * 2)
-    given = {RESUMED: [None, 1], "input_ids": [[1, 2], [3]]}
-    resume.pass_to_scheduler(PROCESS, batch, given.get)
-    assert getattr(batch, RESUMED) == [None, 1, None, 1]
-    assert [one.get("custom_params") for one in batch.sampling_params] == [None, {RESUMED: 1}] * 2
-    single = SimpleNamespace(is_single=True, batch_size=1, sampling_params={"custom_params": {"a": 1}})
-    resume.pass_to_scheduler(PROCESS, single, {RESUMED: 0}.get)
-    assert single.sampling_params == {"custom_params": {"a": 1, RESUMED: 0}}
-    untouched = SimpleNamespace(is_single=True, batch_size=1, sampling_params={})
-    resume.pass_to_scheduler(PROCESS, untouched, {}.get)
-    assert vars(untouched) == {"is_single": True, "batch_size": 1, "sampling_params": {}}

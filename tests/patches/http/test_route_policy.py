@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -24,7 +25,9 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.compat import releases
 from sglang_topp_patches.http import route_policy
+from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.http.request_fields import check_body
+from sglang_topp_patches.http.route_policy import Guard, guard
 from sglang_topp_patches.memory.budget import InFlight
 from tests.patches.make_http_process import http_process
 
@@ -59,12 +62,12 @@ def test_every_route_of_sglang_is_in_the_table() -> None:
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     async def echo(request: Request) -> JSONResponse:
+        if (call := route_policy.current_call.get()) is not None:
+            call.fields = None  # as SGLang's request takes them
         return JSONResponse({"bytes": len(await request.body())})
 
     app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST", "PUT"])])
-    route_policy.guard(app)
-    route_policy.guard(app)  # once is enough
-    assert len(app.user_middleware) == 1
+    app.user_middleware.append(Middleware(Guard, http_process()))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
 
 
@@ -178,14 +181,13 @@ async def _openai(body: Any, *, taken: bool) -> tuple[list[Any], list[Any]]:
         statuses.append(message.get("status"))
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
-    await route_policy.Guard(app)(scope, receive, send)
+    await Guard(app, http_process())(scope, receive, send)
     return found, [status for status in statuses if status]
 
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Capabilities((), "", "")
-    monkeypatch.setattr(route_policy.Capabilities, "of", lambda server_args: nothing)
+    monkeypatch.setattr(HttpProcess, "problems", lambda self: ())
 
 
 @pytest.mark.usefixtures("holds")
@@ -281,7 +283,7 @@ async def test_code_behind_a_refused_route_knows() -> None:
         return {"type": "http.request", "body": b"{}"}
 
     for path in ("/v1/completions", "/generate", "/server_info"):
-        await route_policy.Guard(app)({"type": "http", "method": "POST", "path": path}, receive, None)
+        await Guard(app, http_process())({"type": "http", "method": "POST", "path": path}, receive, None)
     assert seen == ["/v1/completions", "", ""]
 
 
@@ -301,7 +303,7 @@ async def _serve(app: Callable[..., Awaitable[None]], send: Callable[[Any], Awai
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}"}
 
-    await route_policy.Guard(app)({"type": "http", "method": "POST", "path": "/generate"}, receive, send)
+    await Guard(app, http_process())({"type": "http", "method": "POST", "path": "/generate"}, receive, send)
 
 
 async def test_a_large_answer_goes_out_in_pieces_and_is_held_until_then() -> None:
@@ -340,8 +342,11 @@ def test_a_stalled_reader_loses_its_connection(monkeypatch: pytest.MonkeyPatch) 
         call.add(7)
         return Response(b"x" * (64 << 20))
 
+    answer.__module__ = HTTP_SERVER
     app = Starlette(routes=[Route("/generate", answer, methods=["POST"])])
-    route_policy.guard(app)
+    build = app.build_middleware_stack
+    monkeypatch.setattr(app, "build_middleware_stack", lambda: guard(process, lambda _: build(), app))
+    process = http_process()
     server = uvicorn.Server(uvicorn.Config(app, port=0, loop="uvloop", log_level=logging.CRITICAL + 1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -356,6 +361,7 @@ def test_a_stalled_reader_loses_its_connection(monkeypatch: pytest.MonkeyPatch) 
         server.should_exit = True
         thread.join(20)
     assert not thread.is_alive()
+    assert process.is_guarded
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 from sglang_topp_patches.http.sets_in_meta_info import answer_with_status, write_last_chunk
+from sglang_topp_patches.request import NOTHING, SetsRequest
 
 
 def make_manager() -> Any:
@@ -27,7 +28,7 @@ def make_manager() -> Any:
         return_text_in_logprobs=False,
         return_flat_raw_top_logprobs=False,
         return_flat_raw_output_top_logprobs=False,
-        top_logprobs_p=0.9,
+        sglang_topp_request=SetsRequest(threshold=0.9),
     )
     clock = SimpleNamespace(set_finished_time=lambda: None, get_e2e_latency=lambda: 0.5)
     state = ReqState(
@@ -75,7 +76,7 @@ def test_other_requests_are_answered_as_sglang_does(other: str) -> None:
         manager = make_manager()
         state = manager.state
         if other == "without sets":
-            state.obj.top_logprobs_p = None
+            state.obj.sglang_topp_request = NOTHING
         else:
             manager.rid_to_state.clear()
         with contextlib.suppress(KeyError):  # what 0.5.12 lacks
@@ -106,7 +107,7 @@ async def test_an_error_is_answered_with_its_status(
     async def chunks() -> AsyncGenerator[dict[str, Any], None]:
         yield chunk
 
-    obj = SimpleNamespace(stream=stream, top_logprobs_p=0.9 if wants_sets else None)
+    obj = SimpleNamespace(stream=stream, sglang_topp_request=SetsRequest(threshold=0.9 if wants_sets else 0))
     answer = answer_with_status(chunks(), None, obj=obj, state=None, request=None)
     if reason is REFUSED and wants_sets and not stream:
         with pytest.raises(HTTPException) as raised:

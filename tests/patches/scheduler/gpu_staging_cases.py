@@ -20,6 +20,7 @@ from torch import Tensor
 from sglang_topp import nucleus
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import (
     customized_info,
     extract_generated_sets,
@@ -36,7 +37,7 @@ from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.scheduler_messages import KEY
+from sglang_topp_patches.set_buffer import KEY
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
 
@@ -297,7 +298,9 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
 
 def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
     req = request(rid)
-    req.sampling_params = SimpleNamespace(custom_params=custom, top_k=top_k)
+    req.sampling_params = SimpleNamespace(custom_params=None, top_k=top_k)
+    threshold, is_from_sampler = custom.get("top_logprobs_p", 0.0), "top_logprobs_source" in custom
+    attach(req, SetsRequest(threshold=threshold, is_from_sampler=is_from_sampler))
     return req
 
 

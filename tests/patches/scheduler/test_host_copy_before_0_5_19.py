@@ -14,8 +14,7 @@ from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0
 from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import Outputs
 from sglang_topp_patches.scheduler import host_copy_before_0_5_19
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import SetBuffer
+from sglang_topp_patches.set_buffer import KEY, SetBuffer
 
 
 class Output:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prefix_cache_per_weights
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache, weights_of
 
@@ -17,7 +18,7 @@ class Req:
     """The part of SGLang's `Req` that the hooks use."""
 
     def __init__(self, *, p: float = 0.9, start: int = 0, extra_key: str | None = None) -> None:
-        self.sampling_params = SimpleNamespace(custom_params={"top_logprobs_p": p})
+        attach(self, SetsRequest(threshold=p))
         self.logprob_start_len, self.origin_input_ids, self.extra_key = start, [1, 2, 3], extra_key
 
 

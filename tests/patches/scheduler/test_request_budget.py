@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.memory.budget import LIST_FORM_COST, Budget
+from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import (
@@ -21,7 +22,6 @@ from sglang_topp_patches.scheduler.request_budget import (
     forget_aborted,
     is_refused,
 )
-from sglang_topp_patches.scheduler_messages import KEY
 from sglang_topp_patches.set_buffer import PackedSet, Problem
 
 PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
@@ -37,6 +37,7 @@ class Request:
     def __init__(self, custom_params: dict[str, Any] | None = None) -> None:
         self.sampling_params = self
         self.custom_params = custom_params
+        attach(self, SetsRequest(threshold=0.9, is_base64=True))
         self.customized_info: dict[str, Any] | None = {"other": ["d"]}
         self.finished_output = False
         self.stream = False
@@ -85,7 +86,7 @@ def test_a_sample_ends_beyond_its_limit_and_says_what_fits(process: SchedulerPro
 
 def test_lists_count_more() -> None:
     per_sample = Budget(60, 100).max_candidates_per_sample
-    req = Request({KEY: LIST_FORM_COST})
+    attach(req := Request(), SetsRequest(threshold=0.9))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_budget, "budget", lambda: Budget(per_sample, 100))
         charge(req, 4)

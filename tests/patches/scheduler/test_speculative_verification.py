@@ -14,8 +14,7 @@ from torch import Tensor
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.scheduler import customized_info, speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import PackedSet
+from sglang_topp_patches.set_buffer import KEY, PackedSet
 from tests.skip_missing_features import skip_without
 from tests.speculative.run_eagle_sample import (
     CHAIN,

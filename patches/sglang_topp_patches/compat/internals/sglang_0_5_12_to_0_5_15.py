@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0516
-from sglang_topp_patches.scheduler_messages import KEY
-from sglang_topp_patches.set_buffer import SetBuffer
+from sglang_topp_patches.set_buffer import KEY, SetBuffer
 
 __all__ = ["Sglang0512", "Sglang0513", "Sglang0514", "Sglang0515"]
 

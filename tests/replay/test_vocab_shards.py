@@ -50,7 +50,7 @@ def test_equals_one_process(ranks, tmp_path):
 
     for rank, ((stdout, _), _) in enumerate(ends):
         results = json.loads(stdout.splitlines()[-1])
-        assert len(results) == (40 if ranks == 2 else 43)
+        assert len(results) == (50 if ranks == 2 else 53)
         for case, difference in results.items():
             # bfloat16: the ranks' float32 parts are summed before they are rounded, once.
             assert difference <= (2**-8 if "bfloat16" in case else 1e-12), f"rank {rank}: {case}"
