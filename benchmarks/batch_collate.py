@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.paired_timing import compare
-from sglang_topp.batch import collate_rl, collate_sft, reference_loops
+from sglang_topp.batch import collate_rl, collate_sft
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
+from tests.batch import reference_loops
 
 __all__ = ["candidate_sets", "rollouts", "run"]
 

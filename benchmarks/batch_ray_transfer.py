@@ -39,8 +39,7 @@ def _compare_in_ray() -> None:
     arrays = [rng.integers(0, 2, n, np.int8) for n in lengths]
     forms = {
         "lists of ints": [array.tolist() for array in arrays],
-        "int8": [pack_loss_mask(array, form="int8") for array in arrays],
-        "bits": [pack_loss_mask(array) for array in arrays],
+        "int8": [pack_loss_mask(array) for array in arrays],
     }
     compare_counts(
         f"loss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled",
@@ -58,15 +57,13 @@ def _compare_in_ray() -> None:
                 torch.tensor(mask, dtype=torch.float32) for mask in forms["lists of ints"]
             ],
             "int8": lambda: unpack_loss_masks(forms["int8"]),
-            "bits": lambda: unpack_loss_masks(forms["bits"]),
         },
     )
     compare(
         "512 loss masks packed from lists",
-        {"list(mask)": lambda: [list(mask) for mask in forms["lists of ints"]]}
-        | {
-            form: lambda form=form: [pack_loss_mask(mask, form=form) for mask in forms["lists of ints"]]
-            for form in ("int8", "bits")
+        {
+            "list(mask)": lambda: [list(mask) for mask in forms["lists of ints"]],
+            "int8": lambda: [pack_loss_mask(mask) for mask in forms["lists of ints"]],
         },
     )
 

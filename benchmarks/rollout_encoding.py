@@ -22,7 +22,7 @@ from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
 from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_server.api.json_chunks import SampleJson
+from sglang_topp_server.api.encodings import SampleJson
 
 __all__ = ["run"]
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.all_hooks import SEAMS
+from sglang_topp_patches.compat.releases import Feature, installed, refused
+from sglang_topp_patches.hooks import Hook
 
 __all__ = [
     "can_flush_while_paused",
     "can_refuse_a_flush",
     "grammar_problem",
     "has_argument",
+    "hooks_here",
+    "is_hook_here",
     "needs",
     "needs_grammars",
     "needs_native_masks",
@@ -27,6 +33,16 @@ def needs(feature: Feature) -> pytest.MarkDecorator:
     """Skip a test where a feature is refused."""
     reason = refused(feature)
     return pytest.mark.skipif(bool(reason), reason=f"{feature} is refused on this SGLang: {reason}")
+
+
+def hooks_here() -> list[Hook]:
+    """Return the hooks on the installed SGLang."""
+    return [seam for seam in SEAMS if isinstance(seam, Hook) and seam.is_in(installed()[0])]
+
+
+def is_hook_here(function: Callable[..., Any]) -> bool:
+    """Return whether a function hooks the installed SGLang."""
+    return any(hook.function is function for hook in hooks_here())
 
 
 def takes(field: str) -> bool:

@@ -50,7 +50,7 @@ PUBLIC = {
         "WireError",
     ],
     "sglang_topp_integrations.trl": ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"],
-    "sglang_topp.plots": ["kept_mass", "over_positions", "ratios", "set_sizes"],
+    "sglang_topp_client.plots": ["kept_mass", "over_positions", "ratios", "set_sizes"],
 }
 
 

@@ -25,10 +25,16 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client.async_client import AsyncRolloutClient
 from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage.scored_rollout_files import add_trainer_columns
+from sglang_topp_client.storage.trainer_columns import (
+    ScoredRollout,
+    TrainerScores,
+    add_trainer_columns,
+    load_scored_rollouts,
+)
 from sglang_topp_client.sync_client import RolloutClient
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
+from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = [
     "AbortedError",
@@ -49,12 +55,16 @@ __all__ = [
     "RolloutWriter",
     "SampledTokenMissingError",
     "Score",
+    "ScoredRollout",
     "ServerError",
     "SglangToppError",
+    "TrainerScores",
     "TransportError",
     "WeightPushError",
+    "WeightPusher",
     "WireError",
     "add_trainer_columns",
     "load_rollouts",
+    "load_scored_rollouts",
     "save_rollouts",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from ssl import SSLContext
@@ -25,20 +24,11 @@ from sglang_topp_client.requests.plan_generate import (
 from sglang_topp_client.requests.plan_score import ScoreRequest, Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, plan_resume
-from sglang_topp_client.transport.http import ServerConfig, check_key, check_url
+from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.score import Score
-from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model
-from sglang_topp_client.weight_push.engine_control import (
-    PAUSE_MODES,
-    TRANSPORTS,
-    EngineControl,
-    PauseMode,
-    Transport,
-)
-from sglang_topp_client.weight_push.fleet_push import push_to_fleet
-from sglang_topp_client.weight_push.send_weights import weight_sender
-from sglang_topp_client.weight_push.tensors_to_push import check_model_or_tensors
+from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
+from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient"]
 
@@ -81,7 +71,8 @@ class AsyncRolloutClient:
             file descriptors that are free at the client's first call, minus a reserve of at most 64.
         max_retries: the maximum number of retries of an HTTP call. A retry begins once the call has failed on
             every available server. A move to another server does not count as a retry. Only transport errors
-            and the statuses 429 and 5xx are retried.
+            and the statuses 5xx are retried. A refusal (429 or 503) is no failure: `generate`, `resume`, and
+            `score` wait until a server accepts the call, or `timeout_s` passes.
         max_message_bytes: the maximum length in bytes of one message in an answer, before and after
             decompression. A message holds at most one sample. 512 MiB is enough for a sample of 32,000 tokens
             with 1,500 candidates per token.
@@ -110,7 +101,7 @@ class AsyncRolloutClient:
         headers = {} if headers is None else headers
         self._configs = [
             ServerConfig(url, max_connections, max_message_bytes, api_key, headers, ssl)
-            for url in _server_urls("base_url", base_url)
+            for url in server_urls("base_url", base_url)
         ]
         self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
         self._engine_url = (
@@ -118,17 +109,17 @@ class AsyncRolloutClient:
         )
         self._engine_api_key = engine_api_key
         check_key("engine_api_key", engine_api_key)
-        key = api_key if engine_url is None and engine_api_key is None else engine_api_key
-        self._engines = [
-            ServerConfig(url, api_key=key, headers=headers, ssl=ssl)
-            for url in _server_urls("engine_url", base_url if engine_url is None else engine_url)
-        ]
-        addresses = [config.base_url for config in (*self._configs, *self._engines)]
+        self._weights = WeightPusher(
+            base_url if engine_url is None else engine_url,
+            api_key=api_key if engine_url is None and engine_api_key is None else engine_api_key,
+            headers=headers,
+            ssl=ssl,
+        )
+        addresses = [config.base_url for config in (*self._configs, *self._weights.configs)]
         if ssl is not None and not any(url.lower().startswith("https:") for url in addresses):
             raise InvalidInputError(
                 f"ssl: got TLS settings, but no address begins with https://: {', '.join(addresses)}"
             )
-        self._is_pushing = threading.Lock()
         self._kind, self._max_retries = kind, max_retries
         self._runner = MethodCallRunner(
             self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries
@@ -254,8 +245,8 @@ class AsyncRolloutClient:
                 effect (`sglang_topp.engine_contract.resumable_sampling_params`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
-            TransportError, OverloadedError, ServerError: an HTTP call and all of its retries failed. If the
-                client tried several servers and none answered, the error message names all of these servers.
+            TransportError, ServerError: an HTTP call and all of its retries failed. If the client tried
+                several servers and none answered, the error message names all of these servers.
             AbortedError: a sample was ended by `abort`, a pause, or a weight update.
             RolloutError: the engine aborted a sample for another reason, or ended it with an error.
             MissingCandidateSetsError: the answer lacks the requested candidate sets.
@@ -367,13 +358,16 @@ class AsyncRolloutClient:
             return_exceptions: as for `generate`; the returned list has one entry per rollout.
 
         Returns:
-            The continued rollouts, in the order of `rollouts` and with unchanged indices.
+            The continued rollouts, in the order of `rollouts` and with unchanged indices. No rollouts make an
+            empty list.
 
         Raises:
             InvalidInputError: an argument is wrong, or a sampling parameter does not allow an exact resume;
                 nothing was sent.
             SglangToppError: as for `generate`.
         """
+        if isinstance(rollouts, Sequence) and not len(rollouts):
+            return []
         requests, existing = plan_resume(rollouts, sampling_params, top_logprobs_p, top_logprobs_source)
         parts = dict(enumerate(existing))
 
@@ -489,7 +483,7 @@ class AsyncRolloutClient:
 
     # -- requests in flight ------------------------------------------------------------------------
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
         """Abort a request in this client and in the engine. The request's caller gets an AbortedError.
 
         If the request has `on_abort="return"`, the client keeps the request's connections open while the
@@ -499,17 +493,21 @@ class AsyncRolloutClient:
         had not yet tokenized the prompt, the caller gets a RolloutError, because the prompt's token ids are
         unknown.
 
-        When this method returns, all requests with this `request_id` on this event loop have stopped. The
-        method waits up to three seconds for the engine to receive the abort. Even if the engine does not
-        receive the abort, the client closes the samples' connections, and the engine then aborts the samples.
-        If the caller cancels the wait, the client still sends the abort.
+        When this method returns, all of this client's requests with this `request_id` have stopped, also
+        those of other event loops. The method waits up to three seconds for the engine to receive the abort.
+        Even if the engine does not receive it, the client closes the samples' connections, and the engine
+        then aborts the samples. If the caller cancels the wait, the client still sends the abort.
 
-        If this client runs no request with this `request_id` on this event loop, the client asks every server
-        to abort the request. `request_id` may therefore also be the engine's id of a sample
-        (`Rollout.request_id`), or an id that another client sent to a sidecar.
+        If this client runs no request with this `request_id`, it asks every server. A sidecar aborts the
+        requests that other processes sent under this id. An engine knows only its own ids of samples
+        (`Rollout.request_id`), and does not say whether it knew one.
+
+        Returns:
+            How many requests this client and the sidecars have aborted. 0 means that none of them runs a
+            request with this id.
         """
         check_request_id(request_id)
-        await self._runner.abort(request_id)
+        return await self._runner.abort(request_id)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines, including requests of other clients.
@@ -530,13 +528,17 @@ class AsyncRolloutClient:
         version: str,
         via: Transport = "disk",
         pause: PauseMode = "retract",
+        partial: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Give every engine new weights: pause, flush the KV caches, update, flush again, and continue.
 
-        Generation continues only once every engine has the new weights. After any error or a cancellation,
-        paused engines stay paused until a push succeeds. Do not push weights from several clients at once. In
-        a training job of several processes, push weights from one process only.
+        The names and shapes of the weights must be those of the checkpoint that the engines were started
+        with, because SGLang ignores other names. Generation continues only once every engine has the new
+        weights. If a push fails before an engine has loaded any, the engines that it paused continue with
+        the old ones. After a later error or a cancellation, all engines stay paused until a push succeeds.
+        Do not push weights from several clients at once. In a training job of several processes, push
+        weights from one process only.
 
         Args:
             weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
@@ -550,45 +552,54 @@ class AsyncRolloutClient:
                 `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
                 request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
                 process broadcasts the values over a new torch process group, which it forms with all engines
-                for this push. The push does not use existing process groups. CUDA tensors use NCCL, and other
-                tensors use gloo. If one engine fails, the client does not know which weights the engines
-                have. Engines with `--dp-size` or `--pp-size` above 1 accept only `"disk"`.
+                for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
+                experimental), and other tensors use gloo. If one engine fails, the client does not know which
+                weights the engines have. Engines with `--dp-size` or `--pp-size` above 1 accept only
+                `"disk"`.
             pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
                 the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
                 before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
                 requests, and each request's `on_abort` decides what follows. `"in_place"`: requests continue
                 with the KV cache of the old weights, and no cache is flushed.
+            partial: whether the weights may be a part of the model. The engines keep the rest as it is.
             timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
-                bucket of tensors.
+                bucket of tensors. Steps that may be repeated, such as the pause, are retried within it.
 
         Raises:
-            InvalidInputError: an argument is wrong, or a URL does not belong to an engine. Nothing was sent.
-            WeightPushError: the push failed after the client had begun to send weights. The error's
-                `weight_versions` and message say which weights each engine has, as far as the client knows.
-            SglangToppError: an engine did not answer, rejected the API key, could not be paused, or failed
-                the flush before the update. No weights were sent.
+            InvalidInputError: an argument is wrong, a name or a shape does not fit the engines' model,
+                tensors are missing, or a URL does not belong to an engine. Nothing was sent.
+            WeightPushError: the push failed after the client had begun to send weights, for example because
+                an iterator yielded a tensor that does not fit. The error's `weight_versions` and message say
+                which weights each engine has, as far as the client knows.
+            SglangToppError: an engine did not answer, rejected the API key, could not be paused, failed the
+                flush before the update, or could not read the folder. No engine has loaded weights.
         """
-        if not isinstance(version, str) or not version or not version.isprintable():
-            raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
-        if not isinstance(via, str) or via not in TRANSPORTS:
-            raise InvalidInputError(f"via: got {describe(via)}, expected one of {', '.join(TRANSPORTS)}")
-        if not isinstance(pause, str) or pause not in PAUSE_MODES:
-            raise InvalidInputError(f"pause: got {describe(pause)}, expected one of {', '.join(PAUSE_MODES)}")
-        if via == "disk":
-            check_path_or_model(weights)
-        else:
-            check_model_or_tensors(weights)
-        limit_s = seconds("timeout_s", timeout_s)
-        engines = [EngineControl(config, limit_s, via) for config in self._engines]
-        if not self._is_pushing.acquire(blocking=False):
-            raise InvalidInputError("push_weights: this client is pushing already; await that push first")
-        try:
-            async with weight_sender(weights, version, via, limit_s) as send:
-                await push_to_fleet(engines, send, version=version, mode=pause)
-        finally:
-            self._is_pushing.release()
-            for engine in engines:
-                await engine.close()
+        await self._weights.push(
+            weights, version=version, via=via, pause=pause, partial=partial, timeout_s=timeout_s
+        )
+
+    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
+        """Pause generation on every engine until `continue_generation` or a successful push.
+
+        Args:
+            mode: what becomes of requests in flight; see `pause` in `push_weights`.
+            timeout_s: the time limit for each engine.
+
+        Raises:
+            SglangToppError: an engine could not be paused. The other engines are paused.
+        """
+        await self._weights.pause(mode, timeout_s=timeout_s)
+
+    async def continue_generation(self, *, timeout_s: float = 600.0) -> None:
+        """Continue generation on every engine.
+
+        After a `WeightPushError`, the engines may have different weights, so push again instead, unless the
+        error's `weight_versions` are the same everywhere.
+
+        Raises:
+            SglangToppError: an engine could not continue. The other engines continue.
+        """
+        await self._weights.continue_generation(timeout_s=timeout_s)
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
@@ -682,24 +693,6 @@ class AsyncRolloutClient:
             request_id=request_id,
             on_failure=on_failure,
         )
-
-
-def _server_urls(name: str, urls: Any) -> list[str]:
-    """Check the URLs, and return them as a list with one URL per server.
-
-    Raises:
-        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
-    """
-    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
-        urls = [urls]
-    if not urls:
-        raise InvalidInputError(f"{name}: got none, expected at least one")
-    for url in urls:
-        check_url(name, url)
-    plain = [url.rstrip("/") for url in urls]
-    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
-        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
-    return list(urls)
 
 
 def _check_call(timeout_s: Any, progress: Any, request_id: Any) -> float | None:

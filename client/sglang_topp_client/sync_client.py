@@ -316,9 +316,9 @@ class RolloutClient:
             if self._thread.can_wait:
                 self._thread.run(results.aclose())
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> int:
         """Abort a request whose results another thread awaits; see `AsyncRolloutClient.abort`."""
-        self._thread.run(self._client.abort(request_id))
+        return self._thread.run(self._client.abort(request_id))
 
     def abort_all(self) -> None:
         """Abort the requests of all clients in every engine; see `AsyncRolloutClient.abort_all`.
@@ -334,12 +334,23 @@ class RolloutClient:
         version: str,
         via: Transport = "disk",
         pause: PauseMode = "retract",
+        partial: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         """Give every engine new weights; see `AsyncRolloutClient.push_weights`."""
         self._thread.run(
-            self._client.push_weights(weights, version=version, via=via, pause=pause, timeout_s=timeout_s)
+            self._client.push_weights(
+                weights, version=version, via=via, pause=pause, partial=partial, timeout_s=timeout_s
+            )
         )
+
+    def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
+        """Pause generation on every engine; see `AsyncRolloutClient.pause`."""
+        self._thread.run(self._client.pause(mode, timeout_s=timeout_s))
+
+    def continue_generation(self, *, timeout_s: float = 600.0) -> None:
+        """Continue generation on every engine; see `AsyncRolloutClient.continue_generation`."""
+        self._thread.run(self._client.continue_generation(timeout_s=timeout_s))
 
     def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about itself; see `AsyncRolloutClient.server_info`."""
@@ -354,8 +365,7 @@ class RolloutClient:
 
     def close(self) -> None:
         """Stop all requests, and close the connections. The client stays usable."""
-        self._thread.run(self._client.close())
-        self._thread.stop()
+        self._thread.stop(self._client.close)
 
     def __enter__(self) -> RolloutClient:
         return self

@@ -1,6 +1,6 @@
 """Draw the documentation's pictures into this folder, or into the folder that the first argument names.
 
-`make pictures` runs this script. matplotlib and `sglang_topp.plots` draw the plots. Chromium, which
+`make pictures` runs this script. matplotlib and `sglang_topp_client.plots` draw the plots. Chromium, which
 `.ci/browser` installs, takes screenshots of the HTML page that `sglang-topp view` writes. The script needs no
 engine: it samples tokens itself, from small models, with a fixed seed.
 """
@@ -24,13 +24,13 @@ from playwright.sync_api import sync_playwright
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from sglang_topp import CandidateSets, plots
+from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import score
-from sglang_topp_client import Rollout, add_trainer_columns, save_rollouts
-from sglang_topp_client.view.build_page import page_of_file
-from sglang_topp_client.view.token_text import TokenTexts
+from sglang_topp_client import Rollout, add_trainer_columns, plots, save_rollouts
 from sglang_topp_server.cli.tiny_model import make_tiny_model
+from sglang_topp_server.view.build_page import page_of_file
+from sglang_topp_server.view.token_text import TokenTexts
 
 ROOT = Path(__file__).parents[2]
 TARGET = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent

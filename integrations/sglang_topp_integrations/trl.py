@@ -18,10 +18,11 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.replay import replay_metrics, replayed_old_logprobs, score
 from sglang_topp_client import Rollout, RolloutClient
+from sglang_topp_client.weight_push.tensors_to_push import tensors_as_saved
 
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
@@ -76,19 +78,38 @@ class SGLangRollouts:
 
     Args:
         client: a client. Its `engine_url` must list every engine behind its `base_url`.
+        via: the transport of the weights; see `RolloutClient.push_weights`.
+        folder: with `via="disk"`, a folder that this machine and every engine can reach. Each push saves the
+            model there, and removes it afterwards. The default is the machine's folder for temporary files.
         sampling_params: any of these SGLang sampling parameters: `ignore_eos`, `min_new_tokens`, `stop`,
             `stop_regex`, `json_schema`, `regex`, and `ebnf`. The last three are grammars. The constructor
             refuses every other parameter.
 
     Raises:
         InvalidInputError: `sampling_params` has a parameter that `GRPOConfig` sets, or one that replay does
-            not support.
+            not support; `via` is not a transport; or `folder` is not a folder, or not used by `via`.
     """
 
-    def __init__(self, client: RolloutClient, *, sampling_params: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        *,
+        via: Literal["disk", "tensor", "distributed"] = "disk",
+        folder: str | os.PathLike[str] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+    ) -> None:
         self.client = client
-        self._sampling_params = dict(sampling_params or {})
-        if others := self._sampling_params.keys() - set(_SAMPLING):
+        if via not in ("disk", "tensor", "distributed"):
+            raise InvalidInputError(f"via: got {describe(via)}, expected disk, tensor, or distributed")
+        if folder is not None and (via != "disk" or not os.path.isdir(folder)):
+            raise InvalidInputError(
+                f"folder: got {os.fspath(folder)!r} with via={via!r}, expected a folder that exists, and"
+                " via='disk'"
+            )
+        self._via: Literal["disk", "tensor", "distributed"] = via
+        self._folder = folder
+        self.sampling_params = dict(sampling_params or {})
+        if others := self.sampling_params.keys() - set(_SAMPLING):
             raise InvalidInputError(
                 f"sampling_params: got {describe(min(others))}, expected only {', '.join(_SAMPLING)};"
                 " GRPOConfig sets the sampler, and a policy cannot be scored under penalties or a bias"
@@ -118,7 +139,7 @@ class SGLangRollouts:
                 "min_p": config.min_p or 0.0,
                 "max_new_tokens": config.max_completion_length,
                 "stop_token_ids": list(trainer.eos_token_ids),
-                **self._sampling_params,
+                **self.sampling_params,
             },
         )
         for rollout in rollouts:
@@ -159,9 +180,7 @@ class SGLangRollouts:
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
             try:
-                with tempfile.TemporaryDirectory(prefix="sglang-topp-weights-") as folder:
-                    accelerator.unwrap_model(trainer.model).save_pretrained(folder, state_dict=weights)
-                    self.client.push_weights(folder, version=self._version)
+                self._push(accelerator.unwrap_model(trainer.model), weights)
             except Exception as error:
                 # Every process must call `broadcast_object_list` below, so raise the push's error only after
                 # that call.
@@ -171,6 +190,18 @@ class SGLangRollouts:
             raise failure
         self._pushed_evaluation = evaluation
         return self._version
+
+    def _push(self, model: Any, state_dict: dict[str, Tensor]) -> None:
+        if self._via != "disk":
+            tensors = tensors_as_saved(model, state_dict)
+            self.client.push_weights(tensors, version=self._version, via=self._via)
+            return
+        with tempfile.TemporaryDirectory(prefix="sglang-topp-weights-", dir=self._folder) as folder:
+            # A wrapper gathers tied weights as copies, which `save_pretrained` would write twice.
+            tied = getattr(model, "all_tied_weights_keys", {})
+            weights = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+            model.save_pretrained(folder, state_dict=weights)
+            self.client.push_weights(folder, version=self._version)
 
 
 # `_Next` stands for `GRPOTrainer`, which follows the mixin in the method resolution order. The annotation
@@ -430,6 +461,14 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     config, model = arguments.get("args") or trl.GRPOConfig(), arguments["model"]
     if config.max_completion_length is None:
         raise InvalidInputError("max_completion_length: got None, expected a number of tokens for SGLang")
+    grammars = {"ebnf", "json_schema", "regex"} & set(
+        getattr(arguments["rollout_func"], "sampling_params", ())
+    )
+    if config.top_p >= 1 and (config.top_k or 0) <= 0 and not config.min_p and not grammars:
+        raise InvalidInputError(
+            f"top_p: got {config.top_p} with top_k {config.top_k} and min_p {config.min_p}, expected one that"
+            " filters: every candidate set would be the whole vocabulary, and TRL's own loss is the same"
+        )
     turns = "transformers would generate the turns after a tool's answer; override SGLangRollouts.generate"
     for name, value, accepted, reason in (
         ("use_vllm", config.use_vllm, (False,), "SGLang generates"),

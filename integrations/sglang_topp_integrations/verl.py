@@ -3,14 +3,15 @@
 Set `VERL_USE_EXTERNAL_MODULES=sglang_topp_integrations.verl`, so that every process that imports verl also
 imports this module. Importing this module installs the adapter. If the import fails, the verl process stops.
 
-A trajectory has one request for each turn, and one more for each continuation of an interrupted turn. On
-their way from SGLang to the trainer, the candidate sets pass through the classes and methods listed below.
+A trajectory has one request for each turn, and one more for each continuation of an interrupted turn. Agent
+loops may ask several at once, and return several outputs. On their way from SGLang to the trainer, the
+candidate sets pass through the classes and methods listed below.
 `ReplayHttpServer` and `ReplayEngine` are classes of this module. The two other entries are methods of verl,
 which this module wraps::
 
     ReplayHttpServer.generate     requests tokens and sets from SGLang, and returns both
     LLMServerClient.generate      keeps each request's sets until the trajectory ends
-    AgentLoopOutput.as_dict       joins a trajectory's sets into the field `candidate_sets`
+    AgentLoopOutput.as_dict       joins an output's sets into the field `candidate_sets`
     ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows
 
 TransferQueue, verl's store for training data, carries the field `candidate_sets` to the trainer.
@@ -24,9 +25,9 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -77,11 +78,19 @@ _OTHERS = (
     "stop_token_ids",
 )
 
-_turns: ContextVar[list[tuple[list[int], bytes | None]] | None] = ContextVar("turns", default=None)
-"""The requests of the current trajectory, in order.
 
-Each entry is a pair: the token ids that a request generated, and the request's packed candidate sets. A
-request without sets has None in place of the sets."""
+class _Request(NamedTuple):
+    """A request of an agent loop: the ids of its prompt and of its answer, and the packed sets of the answer.
+
+    `packed` is None if the request got no sets."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    packed: bytes | None
+
+
+_requests: ContextVar[list[_Request] | None] = ContextVar("requests", default=None)
+"""The requests of the current trajectory, in the order in which they ended."""
 
 # `_Next` is a placeholder for verl's `SGLangHttpServer`, which only serving processes import.
 _Next: Any = object
@@ -203,7 +212,15 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
         answer = {"log_probs": scores.logprobs}
         if scores.entropy is not None:
             answer["entropy"] = scores.entropy
-        return {name: torch.nested.nested_tensor_from_jagged(each, offsets) for name, each in answer.items()}
+        # Without the lengths of the shortest and longest row, `torch.nested.to_padded_tensor` pads too wide.
+        lengths = offsets.diff()
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        return {
+            name: torch.nested.nested_tensor_from_jagged(
+                each, offsets, min_seqlen=shortest, max_seqlen=longest
+            )
+            for name, each in answer.items()
+        }
 
 
 def packed_sets(micro_batch: Any) -> CandidateSets:
@@ -244,22 +261,38 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
     return batch.place(np.zeros_like(starts), starts, (1, int(ends[-1]))).sets
 
 
-def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> bytes | str:
-    """Return a trajectory's candidate sets, joined and packed, or the reason why sets are missing.
+def _response_sets(requests: Sequence[_Request], output: Any) -> bytes | str:
+    """Return the candidate sets of an agent loop's output, packed, or the reason why sets are missing.
 
-    A token that no request generated gets an empty set.
+    A set depends on the tokens before it. A request's sets therefore belong to an output as far as the
+    request's prompt and tokens equal the output's, in whatever order the agent loop asks, and however many
+    outputs it returns. A token that no request generated gets an empty set.
     """
-    if any(packed is None for _, packed in turns):
-        return "a request had none: its sampling parameters were not those of actor_rollout_ref.rollout"
-    sets = CandidateSets.concat([formats.unpack(packed) for _, packed in turns if packed is not None])
-    is_generated = np.asarray(output.response_mask, bool)
-    ids = np.asarray(output.response_ids)[is_generated]
-    # If verl has cut a response that was too long, cut the response's sets too.
-    if len(ids) > len(sets) or not np.array_equal(sets.sampled_ids[: len(ids)], ids):
-        return "the agent loop returned other tokens than its requests generated, or in another order"
-    tokens = BatchCandidateSets(sets[: len(ids)], np.arange(len(ids) + 1, dtype=np.int64))
-    places = np.flatnonzero(is_generated)
-    return formats.pack(tokens.place(np.zeros_like(places), places, (1, len(is_generated))).sets)
+    ids, start = np.asarray([*output.prompt_ids, *output.response_ids]), len(output.prompt_ids)
+    joined = [CandidateSets.empty(1)]
+    source = np.where(output.response_mask, -1, 0)  # each token's index in `joined`, or -1: not found yet
+
+    def num_equal(request: _Request) -> int:
+        own = np.asarray([*request.prompt_ids, *request.token_ids][: len(ids)])
+        return int(np.argmin(np.append(own == ids[: len(own)], False))) - len(request.prompt_ids)
+
+    # Requests of one prompt may begin alike, and the one that stays equal for longest is the output's own.
+    for request in sorted(requests, key=num_equal, reverse=True):
+        first = len(request.prompt_ids) - start
+        tokens = np.arange(max(first, 0), max(first + num_equal(request), 0))
+        tokens = tokens[source[tokens] < 0]
+        if not len(tokens):
+            continue
+        if request.packed is None:
+            return "a request had none: its sampling parameters were not those of actor_rollout_ref.rollout"
+        source[tokens] = sum(map(len, joined)) + tokens - first
+        joined.append(formats.unpack(request.packed))
+    if (missing := np.flatnonzero(source < 0)).size:
+        return (
+            f"no request generated the response's token {missing[0]} after the tokens before it; the agent"
+            " loop changed the tokens of a request or of its prompt"
+        )
+    return formats.pack(CandidateSets.concat(joined).take(source))
 
 
 # If the docstring of a function below begins with "Wrap", the function wraps the verl function that the
@@ -269,25 +302,26 @@ def _response_sets(turns: list[tuple[list[int], bytes | None]], output: Any) -> 
 async def _keep_sets(original: Callable[..., Any], client: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `LLMServerClient.generate`: keep the sets of one request until the trajectory ends."""
     output = await original(client, *args, **kwargs)
-    if (turns := _turns.get()) is not None:
-        turns.append((output.token_ids, output.extra_fields.pop(FIELD, None)))
+    if (requests := _requests.get()) is not None:
+        packed = output.extra_fields.pop(FIELD, None)
+        requests.append(_Request(list(kwargs["prompt_ids"]), output.token_ids, packed))
     return output
 
 
 async def _run_trajectory(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `AgentLoopWorker._run_agent_loop`: collect the candidate sets of one trajectory's requests."""
-    token = _turns.set([])
+    token = _requests.set([])
     try:
         return await original(worker, *args, **kwargs)
     finally:
-        _turns.reset(token)
+        _requests.reset(token)
 
 
 def _add_sets(original: Callable[..., dict[str, Any]], output: Any) -> dict[str, Any]:
     """Wrap `AgentLoopOutput.as_dict`: add the sets to the fields that go to TransferQueue."""
     fields = original(output)
-    if (turns := _turns.get()) is not None:
-        fields[FIELD] = _response_sets(turns, output)
+    if (requests := _requests.get()) is not None:
+        fields[FIELD] = _response_sets(requests, output)
     return fields
 
 

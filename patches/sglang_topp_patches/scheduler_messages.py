@@ -24,6 +24,7 @@ __all__ = [
     "DISTRIBUTION",
     "FIELDS",
     "KEY",
+    "NO_SET",
     "NUCLEUS",
     "PROMPT_KEY",
     "SAMPLER",
@@ -109,6 +110,10 @@ The value of this `meta_info` key is None if the request did not ask for sets.""
 
 PackedSet: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
+
+
+NO_SET: PackedSet = b"", b""
+"""What stands for the set of a prompt position that has none, because no token is there."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@
 413    `BadRequestError`: the body has too many bytes or samples, a text in the body is too
        long, or the answer would be too large
 429    `OverloadedError`, with Retry-After: too many requests at once, too many bytes of
-       request bodies, too many bytes of answers that callers have not read yet, or a 429
-       from the engine
+       answers that callers have not read yet, or a 429 from the engine
 500    `ServerError`: a bug in the sidecar
 502    `TransportError`: the engine is gone; `ServerError`: the engine failed; `WireError`: the
        engine's answer cannot be decoded; `RolloutError`: the engine gave up on a sample

@@ -65,10 +65,10 @@ class Metrics:
     Attributes:
         requests: number of requests by outcome: `ok`, `partial` (a stream with failed prompts), `failed`,
             `rejected` (never sent to the engine), `aborted` (the caller disconnected, or left its answer
-            unread for `Limits.max_stall_s` seconds), `slow` (the body arrived too slowly, and the caller got
-            a 408).
+            unread for `Limits.io_timeout_s` seconds), `slow` (the body took longer than this, and the caller
+            got a 408).
         errors: number of error responses and of error messages in streams, by `type` and `status`.
-        in_flight: number of requests whose body was read and whose answer is not complete yet.
+        in_flight: number of samples of requests whose body was read and whose answer is not complete yet.
         held_bytes: bytes of finished samples that are not sent yet.
         request_seconds: seconds from a request's headers to the last byte of its answer. The histogram
             omits requests that the sidecar itself refuses with a 401 or a 429.
@@ -89,7 +89,7 @@ class Metrics:
         self.errors = Counter(
             "sglang_topp_errors", "Errors by type and status", ["type", "status"], registry=self.registry
         )
-        self.in_flight = Gauge("sglang_topp_in_flight", "Requests in flight", registry=self.registry)
+        self.in_flight = Gauge("sglang_topp_in_flight", "Samples in flight", registry=self.registry)
         self.held_bytes = Gauge(
             "sglang_topp_held_bytes", "Bytes that wait for their callers", registry=self.registry
         )

@@ -4,7 +4,8 @@ Shape legend for RL: B samples. Sample i has P_i prompt tokens and R_i response 
 R_i, and S is the maximum of P_i + R_i.
 
 Shape legend for SFT: B samples. A sample is one sequence, and S is the length of the longest sequence. The
-loss of sample i covers its last `num_actions[i]` tokens, and A is the maximum of `num_actions`.
+loss of sample i covers its last `num_actions[i]` tokens, but never its first token, which nothing predicts. A
+is the largest number of tokens that the loss of a sample covers.
 
 Every field is right-aligned, so all samples end in the last column. Two RL samples in `sequences`::
 
@@ -13,7 +14,7 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
               |<---------- R ----------->|
     |<--------------- S ---------------->|
 
-`reference_loops.py` has slow versions of `collate_rl` and `collate_sft`, which define the expected results.
+`tests/batch/reference_loops.py` has slow versions of both, which define the results.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
@@ -75,14 +77,17 @@ class RLBatch(TypedDict):
 
 
 class SFTBatch(TypedDict):
-    """The CPU tensors that `collate_sft` returns."""
+    """The CPU tensors that `collate_sft` returns.
+
+    The slice `[:, -A - 1 : -1]` of a causal model's output lines up with the loss mask.
+    """
 
     sequences: torch.Tensor
     """int64 [B, S], the token ids, with `pad_token_id` before them."""
     attention_mask: torch.Tensor
     """int64 [B, S], 0 on padding and 1 elsewhere."""
     loss_mask: torch.Tensor
-    """int64 [B, A], 0 or 1 for each of the last `num_actions` tokens. With `normalize_loss_mask`, the mask is
+    """int64 [B, A], 0 or 1 for each of the last A tokens. With `normalize_loss_mask`, the mask is
     float32 and divided by its sum over the batch."""
 
 
@@ -100,15 +105,13 @@ def collate_rl(
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
 
-    The result equals that of `reference_loops.collate_rl` bit for bit.
-
     Args:
         prompts: B rows of token ids. A prompt may be empty only if its response is empty too. A row of any
             argument is a list, a 1-D array, or a 1-D tensor on any device, with or without grad.
         responses: B rows of token ids.
         rewards: B rows of R_i numbers, one per token. The numbers are rounded to float32. A number beyond the
             range of float32 becomes infinite.
-        loss_masks: B rows of R_i values, each 0 or 1. A row may be a `PackedLossMask`.
+        loss_masks: B rows of R_i values, each 0 or 1.
         logprobs: B rows of R_i numbers, rounded to float32, or None.
         candidates: the CandidateSets of each sample's R_i positions, or None.
         fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i
@@ -223,11 +226,12 @@ def collate_sft(
     normalize_loss_mask: bool = False,
     pad_token_id: int,
 ) -> SFTBatch:
-    """Collate supervised examples. The result equals that of `reference_loops.collate_sft` bit for bit.
+    """Collate supervised examples.
 
     Args:
         input_ids: B rows of token ids, prompt and answer together: lists, 1-D arrays, or 1-D tensors.
-        num_actions: B integers, the number of tokens to train on at the end of each row.
+        num_actions: B integers, the number of tokens to train on at the end of each row. The first token of a
+            row is never trained, because nothing predicts it.
         loss_masks: B rows of num_actions[i] values, each 0 or 1. None means all 1.
         normalize_loss_mask: divide the mask by its sum over the batch, as in `PackedBatch`. With the divided
             mask, the sum of `loss * mask` over the batch is the mean loss of the trained tokens. A mask of

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.nested_batch import NestedBatch, nest_batch, unnest_batch
+from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
 from sglang_topp.batch.write_ragged_rows import as_integers
 from sglang_topp.errors import InvalidInputError
 

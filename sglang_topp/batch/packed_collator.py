@@ -13,7 +13,7 @@ prompt, `r` marks tokens of a response and their values, and `.` marks padding a
     sequences      p0 p1 r0 r1 r2 .  |  p0 r0  |  .  .
     scored field   .  r0 r1 r2 .  .  |  r0 .   |  .  .
 
-`reference_loops.py` has slow reference versions of the collator: `pack_rl` and `pack_sft`.
+`tests/batch/reference_loops.py` has slow versions, `pack_rl` and `pack_sft`, which define the results.
 
 Shape legend: B samples; L_i tokens in sample i, P_i in its prompt and R_i in its response; N rows of W
 columns.
@@ -31,16 +31,18 @@ from numpy.typing import DTypeLike, NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.rollout_columns import RolloutLike, rollout_columns
 from sglang_topp.batch.sample_validation import (
+    RolloutLike,
     Rollouts,
     check_sets_match_responses,
     read_examples,
     read_rollouts,
+    rollout_columns,
 )
 from sglang_topp.batch.write_ragged_rows import RaggedRows, as_integer, field_dtype, write_row
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.row_selection import Layout
 
 __all__ = ["PackedBatch", "PackedCollator"]
 
@@ -69,8 +71,8 @@ class PackedBatch(TypedDict):
     numbers is W."""
     cu_seqlens: list[torch.Tensor]
     """For each row, int32 [samples + 1]: the first column of each sample, followed by the row's length. Each
-    sequence of `cu_seqlens` includes the padding after its sample. A row without samples has one sequence,
-    which consists of padding."""
+    sequence of `cu_seqlens` includes the padding after its sample, and the last one also the padding at the
+    row's end. A row without samples has one sequence, which consists of padding."""
     seq_lengths: list[torch.Tensor]
     """For each row, int32 [samples]: the number of tokens of each sample, without padding. For a row without
     samples, int32 [1]: the number 1."""
@@ -178,12 +180,21 @@ class PackedCollator:
         """Every row is padded to a multiple of this number of columns."""
         return self.fp8_multiple * self.sequence_multiple
 
+    def layout(self, batch: PackedBatch, row: int, cp_rank: int = 0) -> Layout:
+        """Return the layout of a row's hidden states on one context-parallel rank.
+
+        `Layout.select_rows` takes the prompt and response lengths of the row's samples, in the order of
+        `batch["samples"][row]`. It refuses samples of other lengths.
+        """
+        lengths = batch["seq_lengths"][row][: len(batch["samples"][row])]
+        return Layout(
+            cp_size=self.cp_size, cp_rank=cp_rank, cu_seqlens=batch["cu_seqlens"][row], seq_lengths=lengths
+        )
+
     def collate_sft(
         self, input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None = None
     ) -> PackedBatch:
         """Pack supervised examples. The arguments are those of `sglang_topp.batch.collate_sft`.
-
-        The loss mask of a sample's first token is ignored, because no column predicts that token.
 
         Raises:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
@@ -197,10 +208,8 @@ class PackedCollator:
             write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
         losses = batch["loss_mask"].numpy()
         flat = losses.reshape(-1)
-        for i, first, stop in whole:
+        for i, _, stop in whole:
             mask = examples.loss_masks[i]
-            if len(mask) == stop - first:
-                mask = mask[1:]  # nothing predicts a sample's first token
             flat[stop - 1 - len(mask) : stop - 1] = mask
         losses *= 1 / max(1, int(np.count_nonzero(flat)))
         return batch

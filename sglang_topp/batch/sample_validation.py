@@ -1,4 +1,4 @@
-"""Validate RL and SFT samples before they are collated or packed.
+"""Validate RL and SFT samples before they are collated or packed, and read them from `Rollout` objects.
 
 Shape legend: B samples. Sample i has P_i prompt tokens, R_i response tokens, and L_i tokens in all.
 """
@@ -7,24 +7,62 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.loss_mask_encoding import mask_rows
+from sglang_topp.batch.loss_masks import mask_rows
 from sglang_topp.batch.write_ragged_rows import (
     RaggedRows,
     as_integers,
     check_lengths,
+    count_rows,
     field_dtype,
     host_rows,
     row_lengths,
 )
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.to_numpy import to_host
 
-__all__ = ["Examples", "Rollouts", "check_sets_match_responses", "read_examples", "read_rollouts"]
+__all__ = [
+    "Examples",
+    "RolloutLike",
+    "Rollouts",
+    "check_sets_match_responses",
+    "read_examples",
+    "read_rollouts",
+    "rollout_columns",
+]
+
+
+class RolloutLike(Protocol):
+    """The attributes of `sglang_topp_client.Rollout` that `collate_rollouts` reads."""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """int32 [P_i]: the prompt's tokens."""
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        """int32 [R_i]: the response's tokens: generated tokens, and tokens that tools appended."""
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """float32 [R_i]: each token's log-prob over the vocabulary, or 0 for tokens that tools appended."""
+
+    @property
+    def loss_mask(self) -> NDArray[np.int8]:
+        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended.
+
+        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
+        """
+
+    @property
+    def candidates(self) -> CandidateSets | None:
+        """The candidate sets of the R_i response tokens, or None if no sets were requested."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +76,7 @@ class Rollouts:
     prompts: RaggedRows
     responses: RaggedRows
     rewards: RaggedRows
-    loss_masks: list[NDArray[np.uint8]]
+    loss_masks: list[NDArray[np.int8]]
     logprobs: RaggedRows | None
     candidates: BatchCandidateSets | None
     fields: dict[str, RaggedRows]
@@ -51,11 +89,12 @@ class Rollouts:
 class Examples:
     """Validated SFT samples in host memory.
 
-    Sample i has L_i ids, and a loss mask over its last `num_actions[i]` ids.
+    Sample i has L_i ids, and a loss mask over its last `num_actions[i]` ids. `num_actions[i]` is below L_i,
+    because nothing predicts a sample's first token.
     """
 
     ids: RaggedRows
-    loss_masks: list[NDArray[np.uint8]]
+    loss_masks: list[NDArray[np.int8]]
     lengths: NDArray[np.int64]
     num_actions: NDArray[np.int64]
 
@@ -130,15 +169,17 @@ def read_examples(
             f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
         )
     if loss_masks is None:
-        masks = [np.ones(count, np.uint8) for count in actions.tolist()]
+        masks = [np.ones(count, np.int8) for count in actions.tolist()]
     else:
         check_lengths("loss_masks", loss_masks, actions, "num_actions")
         masks = mask_rows("loss_masks", loss_masks)
-    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, actions)
+    trained = np.minimum(actions, np.maximum(lengths - 1, 0))
+    masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
+    return Examples(host_rows("input_ids", input_ids, np.int64), masks, lengths, trained)
 
 
 def check_sets_match_responses(
-    candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.uint8]]
+    candidates: BatchCandidateSets, ids: NDArray[np.int64], masks: Sequence[NDArray[np.int8]]
 ) -> None:
     """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
 
@@ -171,3 +212,47 @@ def check_sets_match_responses(
             f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
             " policy did not sample that token"
         )
+
+
+def rollout_columns(
+    rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
+) -> dict[str, Any]:
+    """Check the arguments of `collate_rollouts`, and convert them to the first six of `collate_rl`."""
+    if not count_rows("rollouts", rollouts, "a sequence of rollouts"):
+        raise InvalidInputError("rollouts: got none, expected at least one")
+    if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:
+        raise InvalidInputError(f"rollouts[{i}]: got {type(rollouts[i]).__name__}, expected a Rollout")
+    own = [one.candidates for one in rollouts]
+    with_sets = [sets for sets in own if sets is not None]
+    if with_sets and len(with_sets) < len(own):
+        raise InvalidInputError(
+            f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)} rollouts"
+            " have them; expected sets in all or in none"
+        )
+    if candidates is None and with_sets:
+        candidates = with_sets
+    return {
+        "prompts": [one.prompt_ids for one in rollouts],
+        "responses": [one.output_ids for one in rollouts],
+        "rewards": _per_token(rewards, [len(one.output_ids) for one in rollouts]),
+        "loss_masks": [one.loss_mask for one in rollouts],
+        "logprobs": [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
+        "candidates": candidates,
+    }
+
+
+def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
+    """Return each rollout's rewards per token. If a reward is one number, every token gets the number."""
+    if (num_rewards := count_rows("rewards", rewards, "one entry per rollout")) != len(lengths):
+        raise InvalidInputError(f"rewards: got {num_rewards}, expected {len(lengths)}, one per rollout")
+    rows: list[Any] = []
+    for i, (reward, length) in enumerate(zip(to_host(list(rewards)), lengths, strict=True)):
+        if np.ndim(reward):
+            rows.append(reward)
+        elif np.asarray(reward).dtype.kind in "biuf":
+            rows.append(np.full(length, reward, np.float64))
+        else:
+            raise InvalidInputError(
+                f"rewards[{i}]: got {reward!r}, expected a number, or one number per token"
+            )
+    return rows

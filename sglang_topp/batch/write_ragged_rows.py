@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from sglang_topp.batch.tensors_to_numpy import to_host
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.to_numpy import to_numpy
+from sglang_topp.to_numpy import to_host, to_numpy
 
 __all__ = [
     "RaggedRows",
     "as_integer",
     "as_integers",
     "check_lengths",
+    "count_rows",
     "field_dtype",
     "host_rows",
     "right_align",
@@ -81,6 +81,22 @@ def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> N
     return array.astype(np.int64)
 
 
+def count_rows(name: str, rows: RaggedRows, expected: str) -> int:
+    """Return the number of rows.
+
+    Raises:
+        InvalidInputError: `rows` has no length, or iterates over something other than rows in order: a dict
+            over its keys, a set in any order, text and bytes over characters. The message contains
+            `expected`.
+    """
+    try:
+        if not isinstance(rows, Mapping | Set | str | bytes | bytearray | memoryview):
+            return len(rows)
+    except TypeError:
+        pass
+    raise InvalidInputError(f"{name}: got {rows!r}, expected {expected}")
+
+
 def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
     """Return int64 [B]: the length of every sample's row.
 
@@ -88,10 +104,7 @@ def row_lengths(name: str, rows: RaggedRows) -> NDArray[np.int64]:
         InvalidInputError: `rows` is empty or is not a sequence, or a row in `rows` has no length. If a row
             has no length, the message names the sample.
     """
-    try:
-        num_rows = len(rows)
-    except TypeError:
-        raise InvalidInputError(f"{name}: got {rows!r}, expected one row per sample") from None
+    num_rows = count_rows(name, rows, "one row per sample")
     if not num_rows:
         raise InvalidInputError(f"{name}: got no samples, expected at least one")
     try:

@@ -1,11 +1,10 @@
 """Extract exact candidate sets from log-probs, on a CPU or an accelerator.
 
 `top_p_candidates` computes each row's nucleus for a threshold `p`. `support_candidates` returns the tokens
-that a sampler could draw in each row, after all of the sampler's filters. The module `reference` defines
-candidate sets by implementing both functions with plain loops. The modules `top_p_torch` and
-`sampler_support_torch` run on any device. The modules `top_p_triton` and `sampler_support_triton` hold the
-Triton kernels for GPUs. The module `gpu_extraction` launches the Triton kernels, with or without waiting for
-the GPU.
+that a sampler could draw in each row, after all of the sampler's filters. `tests/nucleus/reference.py`
+defines both with plain loops. The modules `top_p_torch` and `sampler_support_torch` run on any device. The
+modules `top_p_triton` and `sampler_support_triton` hold the Triton kernels for GPUs. The module
+`gpu_extraction` launches the Triton kernels, with or without waiting for the GPU.
 """
 
 from __future__ import annotations

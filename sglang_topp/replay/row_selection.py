@@ -55,20 +55,21 @@ class Layout:
         format: "thd" or "bshd".
         split: how context parallelism splits the sequences; ignored for `cp_size` 1.
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
-        sequence_multiple: thd only. Each sequence is padded to a multiple of `sequence_multiple`. With the
-            zigzag split and `cp_size` above 1, each padded length is a multiple of both `sequence_multiple`
-            and `2 * cp_size`.
-        padded_length: thd only. The number of tokens in the whole packed stream before the split, including
-            all padding. Each rank holds `padded_length / cp_size` tokens. The default is the smallest
-            multiple of `cp_size` that holds all padded sequences.
+        cu_seqlens: thd only. The `cu_seqlens` of the forward pass, padding included: the first token of each
+            sequence in the whole packed stream before the split, followed by the stream's length. Sequences
+            after those of the samples hold padding. With the zigzag split and `cp_size` above 1, each
+            sequence's padded length is a multiple of `2 * cp_size`. The default is for a stream with no more
+            padding than `split` and `cp_size` require. `PackedCollator.layout` gives a packed row's Layout.
+        seq_lengths: thd only. The number of tokens of each sample, without padding, or None. `select_rows`
+            refuses samples of other lengths, such as those of another row.
     """
 
     format: Literal["thd", "bshd"] = "thd"
     split: Literal["zigzag", "contiguous"] = "zigzag"
     cp_size: int = 1
     cp_rank: int = 0
-    sequence_multiple: int = 1
-    padded_length: int | None = None
+    cu_seqlens: Sequence[int] | Tensor | None = None
+    seq_lengths: Sequence[int] | Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in ("thd", "bshd"):
@@ -79,13 +80,25 @@ class Layout:
             raise InvalidInputError(
                 f"got cp_size={self.cp_size}, cp_rank={self.cp_rank}; expected 0 <= cp_rank < cp_size"
             )
-        if self.sequence_multiple < 1:
-            raise InvalidInputError(f"sequence_multiple: got {self.sequence_multiple}, expected 1 or more")
-        for name, default in (("sequence_multiple", 1), ("padded_length", None)):
-            if self.format == "bshd" and (got := getattr(self, name)) != default:
+        for name in ("cu_seqlens", "seq_lengths"):
+            if self.format == "bshd" and getattr(self, name) is not None:
                 raise InvalidInputError(
-                    f"{name}: got {got} with format 'bshd', expected {default}; the attention mask gives the"
-                    " width of its rows"
+                    f"{name}: got {getattr(self, name)} with format 'bshd', expected None; the attention mask"
+                    " shows the padding of its rows"
+                )
+            elif getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(_lengths(name, getattr(self, name)).tolist()))
+        if self.cu_seqlens is not None:
+            edges, multiple = self._edges, self._multiple if self.split == "zigzag" else 1
+            if not len(edges) or edges[0] or (np.diff(edges) < 0).any():
+                raise InvalidInputError(
+                    f"cu_seqlens: got {self.cu_seqlens}, expected to rise from 0 to the stream's length"
+                )
+            if (edges % multiple).any() or edges[-1] % self.cp_size:
+                raise InvalidInputError(
+                    f"cu_seqlens: got {self.cu_seqlens}, expected multiples of {multiple} that end in a"
+                    f" multiple of {self.cp_size}, which {self.split} context parallelism over"
+                    f" {self.cp_size} ranks can split"
                 )
 
     def select_rows(
@@ -112,9 +125,9 @@ class Layout:
         Raises:
             InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
                 mask is missing for bshd, or given for thd. A row of the attention mask has padding between
-                its tokens, or marks a wrong number of tokens. The loss mask does not hold exactly one number
-                per response token. A padded length is too small, or cannot be split evenly over the
-                context-parallel ranks.
+                its tokens, marks a wrong number of tokens, or has a width that the context-parallel ranks
+                cannot split evenly. A sample does not fit its sequence of `cu_seqlens`, or differs from
+                `seq_lengths`. The loss mask does not hold exactly one number per response token.
         """
         prompts, responses = (
             _lengths("prompt_lengths", prompt_lengths),
@@ -190,8 +203,25 @@ class Layout:
 
     def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the padding before each sequence (always 0) and each padded length, both int64 [B]."""
-        multiple = int(np.lcm(self._multiple if self.split == "zigzag" else 1, self.sequence_multiple))
-        return np.zeros_like(lengths), -(-lengths // multiple) * multiple
+        if self.seq_lengths is not None and tuple(lengths.tolist()) != self.seq_lengths:
+            raise InvalidInputError(
+                f"prompt_lengths, response_lengths: got samples of {lengths.tolist()} tokens, expected"
+                f" {list(self.seq_lengths)}, as in seq_lengths"
+            )
+        if self.cu_seqlens is None:
+            multiple = self._multiple if self.split == "zigzag" else 1
+            return np.zeros_like(lengths), -(-lengths // multiple) * multiple
+        padded = np.diff(self._edges)[: len(lengths)]
+        if len(padded) < len(lengths) or (lengths > padded).any():
+            raise InvalidInputError(
+                f"cu_seqlens: its sequences have {padded.tolist()} tokens, expected at least"
+                f" {lengths.tolist()}, the samples' prompts and responses"
+            )
+        return np.zeros_like(lengths), padded
+
+    @property
+    def _edges(self) -> Int64Array:
+        return np.asarray(self.cu_seqlens, np.int64)
 
     @property
     def _multiple(self) -> int:
@@ -208,8 +238,10 @@ class Layout:
             sample, column: the index of each token's sequence, and the token's column in the padded sequence.
         """
         total, first = int(padded.sum()), np.cumsum(padded) - padded
-        if self.format == "thd":
-            total = self._total(total)
+        if self.cu_seqlens is not None:
+            total = int(self._edges[-1])
+        elif self.format == "thd":
+            total = -(-total // self.cp_size) * self.cp_size
         num_rows = total // self.cp_size
         if self.split == "zigzag" and self.cp_size > 1:
             chunk = padded[sample] // (2 * self.cp_size)
@@ -223,17 +255,6 @@ class Layout:
             return owner, sample * part + inside, num_rows
         owner, row = np.divmod(first[sample] + column, max(num_rows, 1))
         return owner, row, num_rows
-
-    def _total(self, needed: int) -> int:
-        """Return the packed stream's length in tokens, with padding, before context parallelism splits it."""
-        if self.padded_length is None:
-            return -(-needed // self.cp_size) * self.cp_size
-        if self.padded_length < needed or self.padded_length % self.cp_size:
-            raise InvalidInputError(
-                f"padded_length: got {self.padded_length}, expected at least {needed}"
-                f" and a multiple of {self.cp_size}"
-            )
-        return self.padded_length
 
 
 @dataclass(frozen=True, eq=False)

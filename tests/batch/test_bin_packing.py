@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch import reference_loops
 from sglang_topp.batch.bin_packing import deal_bins, first_fit_decreasing
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 
 SIZES = st.lists(st.integers(0, 20), max_size=40).map(lambda sizes: np.array(sizes, np.int64))
 

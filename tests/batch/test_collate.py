@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_topp import CandidateSets
-from sglang_topp.batch import BatchCandidateSets, collate_rl, collate_sft, pack_loss_mask, reference_loops
+from sglang_topp.batch import (
+    BatchCandidateSets,
+    PackedCollator,
+    collate_rl,
+    collate_sft,
+)
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 from tests.fake_gpu import gpu
 
@@ -70,16 +78,6 @@ def test_rl_keeps_the_candidate_sets_of_every_sample(columns: dict[str, Any], se
     assert list(candidates) == sets
     assert candidates.row_offsets.tolist() == np.cumsum([0, *map(len, columns["responses"])]).tolist()
     assert_same(batch, reference_loops.collate_rl(**columns, pad_token_id=PAD))
-
-
-@pytest.mark.parametrize("form", ["bits", "int8"])
-def test_rl_accepts_packed_loss_masks(form: Any) -> None:
-    columns = rl_columns()
-    packed = [pack_loss_mask(mask, form=form) for mask in columns["loss_masks"]]
-    assert_same(
-        collate_rl(**{**columns, "loss_masks": packed}, pad_token_id=PAD),
-        reference_loops.collate_rl(**columns, pad_token_id=PAD),
-    )
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.float16, np.float32])
@@ -357,5 +355,66 @@ def test_sft_normalizes_the_loss_mask(data: st.DataObject) -> None:
     expected = reference_loops.collate_sft(ids, counts, masks, normalize_loss_mask=True, pad_token_id=PAD)
     assert_same(batch, expected)
     assert float(batch["loss_mask"].sum(dtype=torch.float64)) == pytest.approx(
-        1.0 if any(map(any, masks)) else 0.0, rel=1e-6
+        1.0 if batch["loss_mask"].any() else 0.0, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    "counts", [[3, 2, 1, 0], [6, 3, 1, 0], [6, 2, 0, 0], [0, 3, 1, 1], [0, 0, 0, 1], [2, 3, 1, 1]]
+)
+@torch.no_grad()
+def test_sft_loss_of_a_model_is_the_mean_over_the_tokens_that_it_predicts(counts: list[int]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids = [[5, 9, 33, 4, 60, 7], [8, 2, 41], [17], [3]]
+
+    expected, num_predicted = 0.0, 0
+    for row, count in zip(ids, counts, strict=True):
+        if n := min(count, len(row) - 1):
+            labels = [-100] * (len(row) - n) + row[len(row) - n :]
+            expected += n * float(model(torch.tensor([row]), labels=torch.tensor([labels])).loss)
+            num_predicted += n
+    expected /= max(1, num_predicted)
+
+    def token_losses(sequences: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [B, S - 1]: the loss of each token but the first, in the column that predicts it."""
+        positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(sequences, attention_mask, positions).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.mT, sequences[:, 1:], reduction="none")
+
+    batch = collate_sft(ids, counts, normalize_loss_mask=True, pad_token_id=PAD)
+    losses, mask = token_losses(batch["sequences"], batch["attention_mask"]), batch["loss_mask"]
+    assert mask.shape[1] < batch["sequences"].shape[1]
+    loss = (losses[:, losses.shape[1] - mask.shape[1] :] * mask).sum()
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+    packed = PackedCollator(max_tokens=8, pad_token_id=PAD, tp_size=2).collate_sft(ids, counts)
+    loss = torch.tensor(0.0)
+    names = ("sequences", "loss_mask", "cu_seqlens", "seq_lengths")
+    for sequence, mask, starts, lengths in zip(*(packed[name] for name in names), strict=True):  # type: ignore[literal-required]
+        for start, length in zip(starts[:-1], lengths, strict=True):
+            span = slice(start, start + length)
+            loss += (token_losses(sequence[None, span])[0] * mask[span][:-1]).sum()
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [{0: [1], 1: [1]}, {"a", "b"}, b"ab", bytearray(b"ab"), "ab", {0: 1, 1: 1}.keys(), memoryview(b"ab")],
+)
+@pytest.mark.parametrize(
+    "field", ["prompts", "responses", "rewards", "loss_masks", "logprobs", "candidates", "x"]
+)
+def test_rows_without_an_order_and_bytes_are_refused(field: str, rows: Any) -> None:
+    """Such as a dict, whose keys would be taken for rows."""
+    columns: dict[str, Any] = {**rl_columns(), "fields": {}}
+    (columns["fields"] if field == "x" else columns)[field] = rows
+    for collate in (
+        partial(collate_rl, pad_token_id=PAD),
+        PackedCollator(max_tokens=9, pad_token_id=PAD).collate_rl,
+    ):
+        with pytest.raises(InvalidInputError, match=f"{field}: got .*, expected one row per sample"):
+            collate(**columns)

@@ -151,6 +151,16 @@ def test_sets_without_logprobs_are_refused(rollouts: list[Rollout]) -> None:
         ([0, 0], "rewards: got 2, expected 3, one per rollout"),
         (1.0, r"rewards: got 1\.0, expected one entry per rollout"),
         (np.array(1.0), "rewards: got array.*, expected one entry per rollout"),
+        ({"a": 0.5, "b": 1.0, "c": 2.0}, "rewards: got {'a': .*, expected one entry per rollout"),
+        ({0: 0.5, 1: 1.0, 2: 2.0}, "rewards: got {0: .*, expected one entry per rollout"),
+        ({0.5, 1.0, 2.0}, "rewards: got {.*, expected one entry per rollout"),
+        (frozenset([0.5, 1.0, 2.0]), "rewards: got frozenset.*, expected one entry per rollout"),
+        ({0: 0.5, 1: 1.0, 2: 2.0}.keys(), "rewards: got dict_keys.*, expected one entry per rollout"),
+        (b"abc", "rewards: got b'abc', expected one entry per rollout"),
+        (bytearray(b"abc"), "rewards: got bytearray.*, expected one entry per rollout"),
+        ([0, {1.0}, 0], r"rewards\[1\]: got {1.0}, expected a number"),
+        ([0, {0: 1.0}, 0], r"rewards\[1\]: got {0: 1.0}, expected a number"),
+        ([0, b"a", 0], r"rewards\[1\]: got b'a', expected a number"),
         ([0, "1", 0], r"rewards\[1\]: got '1', expected a number, or one number per token"),
         ([0, None, 0], r"rewards\[1\]: got None, expected a number"),
         ([0, [1, 2], 0], r"rewards\[1\]: got 2 values, expected 6"),
@@ -164,6 +174,9 @@ def test_wrong_rewards_are_refused(rollouts: list[Rollout], rewards: Any, messag
 def test_wrong_rollouts_are_refused(rollouts: list[Rollout]) -> None:
     with pytest.raises(InvalidInputError, match="rollouts: got none"):
         collate_rollouts([], [], pad_token_id=PAD)
+    by_name: Any = dict(zip("abc", rollouts, strict=True))
+    with pytest.raises(InvalidInputError, match=r"rollouts: got {.*, expected a sequence of rollouts"):
+        collate_rollouts(by_name, [0, 0, 0], pad_token_id=PAD)
     mixed: Any = [rollouts[0], {"output_ids": [1]}]
     with pytest.raises(InvalidInputError, match=r"rollouts\[1\]: got dict, expected a Rollout"):
         collate_rollouts(mixed, [0, 0], pad_token_id=PAD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from sglang_topp.batch import (
     NestedBatch,
     NestedFieldSpec,
     nest_batch,
-    reference_loops,
+    split_micro_batches,
+    take_batch,
     unnest_batch,
 )
-from sglang_topp.batch.compressed_padding_mask import _BLOCK_BYTES
 from sglang_topp.errors import InvalidInputError
+from tests.batch import reference_loops
 from tests.fake_gpu import gpu
 
 DTYPES = [
@@ -95,7 +97,7 @@ def test_round_trip_keeps_every_bit(mask: torch.Tensor, data: st.DataObject) -> 
                 MASKED_WRITE_DTYPES[dtype.itemsize]
             )
         batch[f"field{i}"], fields[f"field{i}"] = field, NestedFieldSpec("mask", pad)
-    nested = nest_batch(batch, fields, narrow=data.draw(st.booleans()), strict=True)
+    nested = nest_batch(batch, fields, strict=True)
 
     def check(part: NestedBatch, rows: list[int]) -> None:
         out = unnest_batch(pickle.loads(pickle.dumps(part)))
@@ -141,22 +143,6 @@ def test_droppable_field_loses_only_masked_values(mask: torch.Tensor, pad: int) 
     assert nested.outside == {}
 
 
-@pytest.mark.parametrize("fill", [0.5, 0.001])  # stored as bits, and as runs
-def test_batch_larger_than_a_block_round_trips(fill: float) -> None:
-    rng = np.random.default_rng(0)
-    mask = torch.from_numpy(rng.random((300, 9000)) < fill)
-    field = torch.from_numpy(rng.integers(1, 99, mask.shape).astype(np.int16)) * mask
-    field[299, 1] = field[150, 2] = 7
-    assert min(mask.nbytes, field.nbytes) > 2 * _BLOCK_BYTES
-    nested = nest_batch({"mask": mask, "field": field}, {"mask": "mask", "field": "mask"})
-    assert (nested._layouts[0].runs is None) == (fill == 0.5)
-    order = rng.permutation(300)
-    for part, rows in ((nested, np.arange(300)), (nested.take(order), order)):
-        out = unnest_batch(part)
-        assert out["mask"].equal(mask[rows])
-        assert out["field"].equal(field[rows])
-
-
 def test_masked_tool_tokens_are_kept() -> None:
     responses = torch.tensor([[11, 12, 91, 92, 13, 0], [21, 90, 22, 23, 0, 0]])
     loss_mask = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 0, 0]])
@@ -176,49 +162,11 @@ def test_nested_size_is_that_of_the_kept_values() -> None:
     batch = {"a": torch.randint(2**40, (64, 1000)) * mask.long(), "b": torch.randn(64, 1000) * mask.abs()}
     batch["b"][mask == 0] = 0  # randn * 0 leaves -0.0, which is not the pad value
     fields = {"a": NestedFieldSpec("mask"), "b": NestedFieldSpec("mask")}
-    nested = nest_batch({**batch, "mask": mask}, {**fields, "mask": "mask"}, narrow=False)
+    nested = nest_batch({**batch, "mask": mask}, {**fields, "mask": "mask"})
     values = 64 * 100 * (8 + 4 + 4)
-    assert values < nested.nbytes < 1.02 * values
+    masks = 64 * (125 + 8) + 8  # one bit per column, and the rows' lengths
+    assert nested.nbytes == values + masks
     assert nested.outside == {}
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype", "narrow"),
-    [
-        ([0, 127, -128], torch.int64, np.int8),
-        ([0, 255], torch.int64, np.uint8),
-        ([-1, 255], torch.int64, np.int16),
-        ([0, 65_535], torch.int32, np.uint16),
-        ([0, 151_643], torch.int64, np.int32),
-        ([0, 2**32 - 1], torch.int64, np.uint32),
-        ([0, 2**32], torch.int64, np.int64),
-        ([-(2**63), 2**63 - 1], torch.int64, np.int64),
-        ([0.0, 1.0, -0.0, float("inf")], torch.float32, np.float16),
-        ([0.1], torch.float32, np.int32),
-        ([65_505.0], torch.float32, np.int32),
-        ([1e-8], torch.float32, np.int32),
-        ([0.5, float(np.float32(0.1))], torch.float64, np.float32),
-        ([0.1], torch.float64, np.int64),
-        ([1.0, 2.0], torch.bfloat16, np.int16),
-        ([True, False], torch.bool, np.int8),
-    ],
-)
-def test_narrowing_uses_the_smallest_exact_dtype(values: Any, dtype: torch.dtype, narrow: Any) -> None:
-    field = torch.tensor([values], dtype=dtype)
-    batch = {"field": field, "mask": torch.ones(1, len(values))}
-    nested = nest_batch(batch, {"field": "mask"})
-    assert nested._fields["field"].values.dtype == narrow
-    assert identical(unnest_batch(nested)["field"], field)
-    assert (
-        nest_batch(batch, {"field": "mask"}, narrow=False)._fields["field"].values.itemsize == dtype.itemsize
-    )
-
-
-def test_float_that_does_not_fit_at_the_end_is_not_narrowed() -> None:
-    field = torch.ones(1, 10_000)
-    field[0, -1] = 0.1
-    nested = nest_batch({"field": field, "mask": torch.ones(1, 10_000)}, {"field": "mask"})
-    assert identical(unnest_batch(nested)["field"], field)
 
 
 def small_batch() -> dict[str, Any]:
@@ -476,6 +424,53 @@ def test_a_batch_that_holds_jagged_tensors_is_nested() -> None:
     assert [len(part["input_ids"]) for part in map(unnest_batch, nested.chunk(2))] == [2, 1]
     with pytest.raises(InvalidInputError, match="input_ids: got 3 rows, expected 2, as in mask"):
         nest_batch({"mask": mask[:2], "input_ids": batch["input_ids"]}, {})
+
+
+WAYS: dict[str, Callable[[dict[str, Any], list[int]], Iterable[tuple[list[int], Any]]]] = {
+    "take_batch": lambda batch, rows: [(rows[::-1], take_batch(batch, rows[::-1]))],
+    "take_batch of a TensorDict": lambda batch, rows: [
+        (rows[::-1], take_batch(TensorDict(batch, [len(rows)]), rows[::-1]))
+    ],
+    "slice": lambda batch, rows: [(rows[1:], unnest_batch(nest_batch(batch, {})[1:]))],
+    "chunk": lambda batch, rows: [
+        (part.tolist(), unnest_batch(each))
+        for part, each in zip(np.array_split(rows, 2), nest_batch(batch, {}).chunk(2), strict=True)
+    ],
+    "MicroBatches.of": lambda batch, rows: [
+        (part.tolist(), micro)
+        for plan in [split_micro_batches([1] * len(rows), 2, ranks=2)]
+        for rank in range(2)
+        for part, micro in zip(plan.rows[rank], plan.of(batch, rank), strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [[5, 8, 2], [4, 4, 4], [0, 3], [0, 0], [7], [0]])
+@pytest.mark.parametrize("shape", [("j",), ("j", 4), (3, "j"), (9, "j"), (3, 2, "j")])
+def test_parts_of_a_jagged_tensor_are_padded_to_their_longest_row(
+    way: str, lengths: list[int], shape: tuple[Any, ...]
+) -> None:
+    ragged = shape.index("j")
+    rows = [torch.randn([n if size == "j" else size for size in shape]) for n in lengths]
+    batch = {"x": jagged(rows, ragged + 1), "label": torch.arange(len(rows))}
+    for part, got in WAYS[way](batch, list(range(len(rows)))):
+        assert got["label"].tolist() == part
+        width = max((lengths[i] for i in part), default=0)
+        expected = torch.zeros(len(part), *(width if size == "j" else size for size in shape))
+        for line, i in zip(expected, part, strict=True):
+            line.narrow(ragged, 0, lengths[i]).copy_(rows[i])
+        if part:  # torch pads no rows to width 0 in every dimension
+            assert torch.nested.to_padded_tensor(got["x"], 0).equal(expected)
+
+
+@pytest.mark.parametrize("lengths", [[5, 8, 2], [4, 4, 4], [0, 3], [0, 0], [7], [0]])
+@pytest.mark.parametrize("rest", [(), (3,), (9,), (2, 2)])
+def test_a_jagged_field_is_padded_to_its_longest_row(lengths: list[int], rest: tuple[int, ...]) -> None:
+    mask = (torch.arange(20) < torch.tensor(lengths)[:, None]).long()
+    field = torch.randint(1, 9, (*mask.shape, *rest)) * mask.view(*mask.shape, *(1 for _ in rest))
+    nested = nest_batch({"mask": mask, "field": field}, {"field": "mask"})
+    assert torch.nested.to_padded_tensor(nested.jagged("field"), 0).equal(field[:, : max(lengths)])
 
 
 def test_a_pickled_part_of_a_jagged_tensor_holds_its_own_rows_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch import PackedBatch, PackedCollator, reference_loops, take_batch
+from sglang_topp.batch import PackedBatch, PackedCollator, take_batch
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay import Layout
+from tests.batch import reference_loops
 from tests.batch.hypothesis_samples import IDS, random_sets, rollout_lists
 
 PAD = 7
@@ -129,6 +132,82 @@ def test_rl_equals_the_reference_and_places_every_set(
     following = batch["sequences"].numpy()[:, 1:]
     replayed = sizes[:, :-1] > 0
     assert np.array_equal(sampled[replayed], following[replayed])
+
+
+def columns_of_rank(edges: list[int], cp_size: int, cp_rank: int) -> list[int]:
+    """Return the columns of a packed row on one rank: two chunks of each sequence of `cu_seqlens`."""
+    if cp_size == 1:
+        return list(range(edges[-1]))
+    columns: list[int] = []
+    for start, stop in pairwise(edges):
+        chunk = (stop - start) // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            columns += range(start + number * chunk, start + (number + 1) * chunk)
+    return columns
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("fp8_multiple", [1, 4])
+def test_layout_selects_the_columns_that_predict_the_response(
+    tp_size: int, cp_size: int, pp_size: int, fp8_multiple: int
+) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 99, n).tolist() for n in rng.integers(1, 9, 30)]
+    responses = [rng.integers(0, 99, n).tolist() for n in rng.integers(0, 20, 30)]
+    zeros = [[0] * len(row) for row in responses]
+    sizes = {"tp_size": tp_size, "cp_size": cp_size, "pp_size": pp_size, "fp8_multiple": fp8_multiple}
+    for samples, dp_size in ((20, 20), (30, 2), (3, 5)):  # a row has one sample, several, or none
+        collator = PackedCollator(max_tokens=96, pad_token_id=0, dp_size=dp_size, **sizes)
+        batch = collator.collate_rl(*(rows[:samples] for rows in (prompts, responses, zeros, zeros)))
+        for row, members in enumerate(batch["samples"]):
+            before, after = ([len(rows[i]) for i in members] for rows in (prompts, responses))
+            edges, sequence = batch["cu_seqlens"][row].tolist(), batch["sequences"][row]
+            expected = [
+                start + p - 1 + t for start, p, r in zip(edges, before, after, strict=False) for t in range(r)
+            ]
+            assert batch["response_mask"][row].nonzero().flatten().tolist() == expected
+            assert [sequence[at + 1] for at in expected] == [t for i in members for t in responses[i]]
+            seen = []
+            for rank in range(cp_size):
+                columns = torch.tensor(columns_of_rank(edges, cp_size, rank), dtype=torch.float32)[:, None]
+                rows = collator.layout(batch, row, rank).select_rows(before, after)
+                picked = rows.select(columns).flatten().tolist()
+                assert picked == [expected[at] for at in rows.positions]
+                seen += picked
+
+                other = Layout(cp_size=cp_size, cp_rank=rank).select_rows(before, after)
+                if other.num_hidden_rows == len(columns):  # there is no other padding
+                    assert other.select(columns).flatten().tolist() == picked
+                else:
+                    with pytest.raises(InvalidInputError, match="by the layout this rank holds"):
+                        other.select(columns)
+                bshd = Layout("bshd", cp_size=cp_size, cp_rank=rank)
+                mask = batch["attention_mask"][row : row + 1]
+                if len(members) == 1:
+                    whole = columns_of_rank([0, mask.shape[1]], cp_size, rank)
+                    alone = bshd.select_rows(before, after, attention_mask=mask)
+                    states = torch.tensor(whole, dtype=torch.float32)[None, :, None]
+                    assert alone.select(states).flatten().tolist() == [expected[at] for at in alone.positions]
+                else:
+                    with pytest.raises(InvalidInputError, match="attention_mask: got"):
+                        bshd.select_rows(before, after, attention_mask=mask)
+            assert sorted(seen) == expected
+
+
+def test_layout_refuses_samples_of_another_row_or_order() -> None:
+    collator = PackedCollator(max_tokens=32, pad_token_id=0, tp_size=8)
+    batch = collator.collate_rl(
+        [[1], [1], [1] * 9], [[2], [2, 2], [2]], [[0], [0, 0], [0]], [[1], [1, 1], [1]]
+    )
+    members = torch.cat(batch["samples"]).tolist()
+    assert members == [2, 0, 1]
+    layout = collator.layout(batch, 0)
+    layout.select_rows([9, 1, 1], [1, 1, 2])
+    for prompts, responses in (([9, 1, 1], [1, 2, 1]), ([9, 1], [1, 2]), ([9, 1, 1, 1], [1, 2, 1, 0])):
+        with pytest.raises(InvalidInputError, match=r"samples of .* tokens, expected .*, as in seq_lengths"):
+            layout.select_rows(prompts, responses)
 
 
 def test_shards_are_consecutive_rows_with_their_sets() -> None:

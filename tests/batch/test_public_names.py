@@ -16,7 +16,6 @@ def test_public_names() -> None:
         "NestedFieldSpec",
         "PackedBatch",
         "PackedCollator",
-        "PackedLossMask",
         "RLBatch",
         "RolloutLike",
         "SFTBatch",

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import nucleus_gpu
 from benchmarks.nucleus_gpu import STAGED, contenders
-from sglang_topp.nucleus import reference
 from tests.fake_gpu import gpu
+from tests.nucleus import reference
 
 
 @pytest.mark.parametrize("std", nucleus_gpu.ROWS.values(), ids=nucleus_gpu.ROWS)

@@ -175,14 +175,47 @@ async def test_retries_until_it_works(engine, client, fakes, code, failures):
 
 
 @pytest.mark.parametrize("max_retries", [0, 1, 3])
-@pytest.mark.parametrize(("code", "kind"), [(503, errors.ServerError), (429, errors.OverloadedError)])
-async def test_gives_up_after_exactly_so_many_retries(engine, max_retries, code, kind):
+@pytest.mark.parametrize("code", [500, 502])
+async def test_gives_up_after_exactly_so_many_retries(engine, max_retries, code):
     engine.script += [status(code)] * 20
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=max_retries) as client:
-        with pytest.raises(kind, match="scripted") as caught:
+        with pytest.raises(errors.ServerError, match="scripted") as caught:
             await client.generate([5, 6])
     assert caught.value.status == code
     assert len(engine.calls) == max_retries + 1
+
+
+@pytest.mark.parametrize("code", [429, 503])
+@pytest.mark.parametrize("served", ["engine", "sidecar"])
+@pytest.mark.parametrize("call", ["generate", "score"])
+async def test_a_refusal_is_waited_out_without_a_retry(request, served, code, call):
+    """A server that is full works, so only `timeout_s` ends the wait for it."""
+    server = request.getfixturevalue(served)
+    paths = {"generate": "/rollouts", "score": "/scores"} if served == "sidecar" else {}
+    path = paths.get(call, "/generate")
+    answer, refusals = server.paths[path], iter(range(12))
+
+    async def full(asked, reply):
+        if next(refusals, None) is None:
+            return await answer(asked, reply)
+        await status(code, Retry_After="0")(asked, reply)
+
+    server.paths[path] = full
+    async with AsyncRolloutClient(server.url, max_retries=0) as client:
+        assert len(await getattr(client, call)([[5, 6]], top_logprobs_p=0.9)) == 1
+        assert next(refusals, None) is None
+        server.paths[path] = status(code)
+        with pytest.raises(errors.RequestTimeoutError):
+            await getattr(client, call)([[5, 6]], timeout_s=0.3)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+async def test_methods_without_a_time_limit_give_up_on_refusals(engine, code):
+    engine.paths["/server_info"] = status(code)
+    async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=2) as client:
+        with pytest.raises(errors.ResponseError, match="scripted"):
+            await client.server_info()
+    assert len(engine.of("/server_info")) == 3
 
 
 @pytest.mark.parametrize(
@@ -389,7 +422,7 @@ async def test_abort_by_name(engine, client, hang):
     doomed = [asyncio.create_task(client.generate([i], request_id="doomed")) for i in (5, 6)]
     spared = asyncio.create_task(client.generate([7], request_id="doomed-not"))
     await until(lambda: engine.in_flight == 3)
-    await client.abort("doomed")
+    assert await client.abort("doomed") == 2
     assert len(engine.aborted) == 2
     for task in doomed:
         with pytest.raises(errors.RolloutError, match="aborted by this client"):
@@ -401,8 +434,29 @@ async def test_abort_by_name(engine, client, hang):
 
 
 async def test_abort_of_an_unknown_name_goes_to_the_engine(engine, client):
-    await client.abort("somebody-elses")
+    assert await client.abort("somebody-elses") == 0
     assert engine.aborted == ["somebody-elses"]
+
+
+async def test_an_abort_reaches_the_other_event_loops_of_the_client(engine, client, hang):
+    engine.script += [hang] * 2
+    caught = []
+
+    def elsewhere():
+        with pytest.raises(errors.AbortedError, match="aborted by this client") as error:
+            asyncio.run(client.generate([5], request_id="mine"))
+        caught.append(error)
+
+    caller = threading.Thread(target=elsewhere)
+    caller.start()
+    here = asyncio.create_task(client.generate([6], request_id="mine"))
+    await until(lambda: engine.in_flight == 2)
+    assert await client.abort("mine") == 2
+    with pytest.raises(errors.AbortedError):
+        await here
+    await asyncio.to_thread(caller.join)
+    assert caught
+    assert sorted(engine.aborted) == sorted(call["rid"] for call in engine.calls)
 
 
 async def test_one_failure_ends_the_rest(engine, client, hang):
@@ -487,7 +541,7 @@ async def test_pickles_as_its_configuration(engine, client, fakes):
     async with again:
         assert_equal((await again.generate([5], top_logprobs_p=0.9))[0], fakes.sample([5], 0))
     assert engine.asked[-1].headers["authorization"] == "Bearer s3cret"
-    engine.script += [status(503)] * 9
+    engine.script += [status(500)] * 9
     with pytest.raises(errors.ServerError):
         await again.generate([5])
     assert len(engine.calls) == 1 + 1 + 3
@@ -640,9 +694,8 @@ async def test_a_cut_behind_the_last_sample_costs_nothing(sidecar, sidecar_clien
         (503, "PatchError", 1),
         (504, "RequestTimeoutError", 1),
         (502, "TransportError", 5),
-        (503, "ServerError", 5),
+        (502, "ServerError", 5),
         (500, "SomethingElse", 5),
-        (429, "OverloadedError", 5),
         (401, "AuthenticationError", 1),
         (400, "BadRequestError", 1),
     ],

@@ -22,8 +22,12 @@ PUBLIC_NAMES = [
     "RolloutClient",
     "RolloutWriter",
     "Score",
+    "ScoredRollout",
+    "TrainerScores",
+    "WeightPusher",
     "add_trainer_columns",
     "load_rollouts",
+    "load_scored_rollouts",
     "save_rollouts",
 ]
 

@@ -1,6 +1,7 @@
 """The synchronous client's own code; test_client.py tests the shared one."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import pickle
@@ -201,3 +202,48 @@ def test_an_interpreter_that_ends_without_close_exits(engine, use):
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"1\n", b"")
+
+
+@pytest.mark.parametrize("which", ["own", "another's"])
+def test_a_client_that_a_finalizer_closes_on_a_background_thread(engine, which):
+    class Owner:
+        def __init__(self):
+            self.client = RolloutClient(engine.url, kind="sglang")
+
+        def __del__(self):
+            self.client.close()
+
+    owner = Owner()
+    assert len(owner.client.generate([5])) == 1
+    thread, ended = owner.client._thread, owner.client._thread._running.thread
+
+    async def collect():
+        gc.collect()
+
+    runner = thread if which == "own" else RolloutClient(engine.url, kind="sglang")._thread
+    cycle = [owner]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del owner, cycle
+        caller = threading.Thread(target=lambda: suppress_request_error(runner, collect()), daemon=True)
+        caller.start()
+        caller.join(10)
+        assert not caller.is_alive()
+        ended.join(10)
+        assert not ended.is_alive()
+    finally:
+        gc.enable()
+
+
+def suppress_request_error(runner, coroutine):
+    with contextlib.suppress(errors.RequestError):  # the loop may end before the call that collected
+        runner.run(coroutine)
+
+
+def test_a_background_thread_does_not_wait_for_itself(client):
+    async def ask():
+        client.generate([5])
+
+    with pytest.raises(errors.RequestError, match="its own background thread"):
+        client._thread.run(ask())

@@ -43,14 +43,13 @@ def register() -> None:
     """Register the plugin: a hook of each kind at every function that ours hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_topp_patches.compat.releases import installed
+    from tests.skip_missing_features import hooks_here
 
     ours = any(HookRegistry._hooks.values())
     _note("loaded after ours" if ours else "loaded before ours")
-    for seam in installed()[1].seams:
-        if seam.hooks:
-            for kind, hook in _passing_through(seam.target).items():
-                HookRegistry.register(seam.target, hook, HookType[kind])
+    for target in {hook.target for hook in hooks_here()}:
+        for kind, hook in _passing_through(target).items():
+            HookRegistry.register(target, hook, HookType[kind])
     try:
         from sglang.srt.managers.auxiliary_output import append_auxiliary_output
     except ImportError:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_topp_patches.all_hooks import SEAMS
 from sglang_topp_patches.compat.releases import RELEASES, installed
 from tests.engine.sglang_forks import sitecustomize
 from tests.engine.start_servers import run_engine
+from tests.skip_missing_features import hooks_here
 
 # A `sitecustomize` that every Python process with this folder on PYTHONPATH runs. SGLang then claims to be
 # another release.
@@ -21,46 +23,41 @@ original = metadata.version
 metadata.version = lambda name: "0.5.99" if name == "sglang" else original(name)
 """
 
-# The patch set then expects one function elsewhere, and another with one more parameter.
-MOVED_AND_CHANGED = """
-from dataclasses import replace
-from types import MappingProxyType
-from sglang_topp_patches.compat import releases
-
-batch = "sglang.srt.managers.schedule_batch."
-new = {
-    batch + "FINISH_ABORT": {"target": batch + "no_longer_here.FINISH_ABORT"},
-    batch + "Req.set_finish_with_abort": {"parameters": ("self", "error_msg", "cause")},
-}
-release = releases.RELEASES[original("sglang")]
-seams = tuple(replace(seam, **new.get(seam.target, {})) for seam in release.seams)
-releases.RELEASES = MappingProxyType({"0.5.23": replace(release, seams=seams)})
-"""
-
-# SGLang's sampler has the function that slime's sglang-top_p.patch adds to it.
-PATCHED_BY_SLIME = """
+# A `sitecustomize` that changes one of SGLang's modules when it is imported.
+CHANGED_MODULE = """
 import sys
 from importlib.machinery import PathFinder, SourceFileLoader
 
 
-class Patched(SourceFileLoader):
+class Changed(SourceFileLoader):
     def exec_module(self, module):
         super().exec_module(module)
-        module.renorm_logprob_over_top_p = print
+        {change}
 
 
 class Finder:
     @staticmethod
     def find_spec(name, path, target=None):
-        if name != "sglang.srt.layers.sampler":
+        if name != "{module}":
             return None
         spec = PathFinder.find_spec(name, path)
-        spec.loader = Patched(name, spec.origin)
+        spec.loader = Changed(name, spec.origin)
         return spec
 
 
 sys.meta_path.insert(0, Finder)
 """
+
+# SGLang's sampler has the function that slime's sglang-top_p.patch adds to it.
+PATCHED_BY_SLIME = CHANGED_MODULE.format(
+    module="sglang.srt.layers.sampler", change="module.renorm_logprob_over_top_p = print"
+)
+
+# SGLang lacks one function that is hooked, and another that is called takes other parameters.
+MISSING_AND_CHANGED = CHANGED_MODULE.format(
+    module="sglang.srt.managers.schedule_batch",
+    change="del module.Req.reset_for_retract; module.Req.set_finish_with_abort = lambda self, reason: None",
+)
 
 
 @pytest.fixture
@@ -126,8 +123,8 @@ def test_serve_says_why_and_exits_non_zero(model_path: Path, another_release: di
 def test_doctor_holds_here() -> None:
     ended = _sglang_topp("doctor")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for seam in installed()[1].seams:
-        assert f"holds  {seam.target}" in ended.stdout
+    for hook in hooks_here():
+        assert f"holds  {hook.target}" in ended.stdout
     for feature in installed()[1].refused:
         assert f"refused: {feature}: " in ended.stdout
     assert ended.stdout.splitlines()[-1] == "the patch set holds"
@@ -136,33 +133,32 @@ def test_doctor_holds_here() -> None:
 def test_doctor_names_a_plugin_that_was_left_out() -> None:
     ended = _sglang_topp("doctor", env={"SGLANG_PLUGINS": "sglang_topp_cpu"})
     assert ended.returncode == 1
-    assert "its hook is not in place" in ended.stdout
+    assert "the plugin was not loaded in this process; do SGLANG_PLUGINS" in ended.stdout
 
 
 def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     ended = _sglang_topp("doctor", env=another_release)
     assert ended.returncode == 1
     assert f"SGLang 0.5.99 is not supported; supported: {', '.join(RELEASES)}" in ended.stdout
-    assert "not a supported release; compared with 0.5." in ended.stdout
-    for seam in installed()[1].seams:
+    newest = [seam for seam in SEAMS if seam.is_in("0.5.99")]
+    assert f"{len(newest)} of the {len(newest)} functions that are hooked or called" in ended.stdout
+    for seam in newest:
         assert f"holds  {seam.target}" in ended.stdout
     assert "FAILS" not in ended.stdout
 
 
 def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
-    """The patch set finds a scheduler class missing, and a method without an expected parameter."""
     with (tmp_path / "sitecustomize.py").open("a") as changed:
-        changed.write(MOVED_AND_CHANGED)
+        changed.write(MISSING_AND_CHANGED)
     ended = _sglang_topp("doctor", env=another_release)
     assert ended.returncode == 1
     lines = [line.strip() for line in ended.stdout.splitlines()]
-    moved = lines.index("FAILS  sglang.srt.managers.schedule_batch.no_longer_here.FINISH_ABORT")
-    assert lines[moved + 1].startswith("not found (")
-    assert lines[moved + 2] == "that name is at sglang.srt.managers.schedule_batch.FINISH_ABORT"
+    missing = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.reset_for_retract")
+    assert lines[missing + 1].startswith("not found (")
     changed_to = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.set_finish_with_abort")
-    assert lines[changed_to + 1].startswith("takes (self, error_msg")
-    assert lines[changed_to + 1].endswith("), expected cause among them")
-    assert f"{len(installed()[1].seams) - 2} of its {len(installed()[1].seams)} seams hold" in lines
+    assert lines[changed_to + 1] == "takes (self, reason), expected error_msg among them"
+    count = sum(seam.is_in("0.5.99") for seam in SEAMS)
+    assert f"{count - 2} of the {count} functions that are hooked or called are as expected" in ended.stdout
     assert lines[-1] == "the patch set does NOT hold: requests are refused"
 
 

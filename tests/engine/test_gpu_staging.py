@@ -66,3 +66,4 @@ def test_every_set_is_exact_whatever_fits(staging_engine: Engine) -> None:
     staging = staging_engine.http.get("/server_info").json()["sglang_topp"]["staging"]
     assert staging["rows_staged"] > 8 * SAMPLING["max_new_tokens"]
     assert 0 < staging["rows_taken_again"] < staging["rows_staged"]
+    assert staging["max_bytes"] >= 8 * 4 * 16

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sglang_topp.errors import InvalidInputError, RequestTimeoutError, TransportError, WeightPushError
+from sglang_topp.errors import (
+    InvalidInputError,
+    RequestTimeoutError,
+    ServerError,
+    TransportError,
+    WeightPushError,
+)
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client.weight_push import tensors_to_push
+from sglang_topp_client.weight_push.engine_control import EngineControl
 from sglang_topp_patches.compat.releases import Feature
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.candidate_set_checks import check_rollout
 from tests.engine.pushed_weights import check_sets
 from tests.engine.start_servers import free_port, run_engine, run_sidecar
 from tests.skip_missing_features import can_flush_while_paused, skip_without
 
 skip_without(Feature.WEIGHT_VERSIONS)
+
+# An engine whose model does not fit its checkpoint, so that a push fails there alone.
+LARGER = ("--load-format", "dummy", "--json-model-override-args", '{"vocab_size": 640}')
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
 
 P = 0.9
 PROMPTS = [f"{i} little prompts" for i in range(4)]
@@ -120,13 +131,12 @@ def test_after_tensors_that_one_engine_refuses_nothing_continues(
     urls: list[str],
     weight_folders: dict[str, Path],
     reference_models: dict[str, Any],
-    tmp_path: Path,
+    model_path: Path,
     log_folder: Path,
 ) -> None:
-    larger = make_tiny_model(tmp_path / "larger", vocab_size=640)
     model = load(weight_folders["other-1"])
     with (
-        run_engine(larger, log_folder / "push-tensors-larger.log") as odd,
+        run_engine(model_path, log_folder / "push-tensors-larger.log", *LARGER) as odd,
         RolloutClient([urls[0], odd.url]) as client,
         pytest.raises(WeightPushError) as failed,
     ):
@@ -136,6 +146,146 @@ def test_after_tensors_that_one_engine_refuses_nothing_continues(
         with pytest.raises(RequestTimeoutError):
             client.generate(PROMPTS, SAMPLING, timeout_s=2)
         client.push_weights(load(weight_folders["default"]), version="default", via="tensor")
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
+
+
+def under_other_names(tensors: Tensors) -> Tensors:
+    return {f"module.{name}": tensor for name, tensor in tensors.items()}  # as DDP names them
+
+
+def of_another_shape(tensors: Tensors) -> Tensors:
+    return tensors | {"model.norm.weight": torch.ones(3)}
+
+
+def a_part(tensors: Tensors) -> Tensors:
+    return dict(list(tensors.items())[:5])
+
+
+def with_one_more(tensors: Tensors) -> Tensors:
+    return tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(3)}
+
+
+@pytest.mark.parametrize("via", ["disk", "tensor", "distributed"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (under_other_names, r"'module\.([^']+)', but .* loads none of this name; .* such as '\1'"),
+        (of_another_shape, r"'model.norm.weight' of shape \[3\], expected \[64\]"),
+        (a_part, r"got 5 tensors without \d+ of the \d+ .* partial=True"),
+        (with_one_more, r"'model.layers.9.mlp.up_proj.weight', but .* loads none of this name"),
+    ],
+)
+def test_weights_that_the_engine_would_not_load_whole_are_refused_before_any_pause(
+    urls: list[str],
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    tmp_path: Path,
+    via: Any,
+    change: Callable[[Tensors], Tensors],
+    message: str,
+) -> None:
+    weights: Any = change(load_file(weight_folders["other-1"] / "model.safetensors"))
+    if via == "disk":
+        save_file(weights, tmp_path / "model.safetensors")
+        weights = tmp_path
+    with RolloutClient(urls) as client:
+        with pytest.raises(InvalidInputError, match=message):
+            client.push_weights(weights, version="other-1", via=via)
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
+
+
+@pytest.mark.parametrize("via", ["tensor", "distributed"])
+def test_a_generator_that_ends_too_early_is_a_failed_push(
+    urls: list[str],
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    via: Any,
+) -> None:
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
+    saved = load_file(weight_folders["other-1"] / "model.safetensors")
+    with RolloutClient(urls) as client:
+        with pytest.raises(WeightPushError, match=r"got 5 tensors without") as failed:
+            client.push_weights(iter(a_part(saved).items()), version="other-1", via=via)
+        assert set(failed.value.weight_versions.values()) == {None}
+        with pytest.raises(RequestTimeoutError):
+            client.generate(PROMPTS, SAMPLING, timeout_s=2)
+        client.push_weights(weight_folders["default"], version="default")
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
+
+
+@pytest.mark.parametrize("via", ["disk", "tensor", "distributed"])
+def test_two_partial_pushes_make_a_whole_one(
+    urls: list[str],
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    tmp_path: Path,
+    via: Any,
+) -> None:
+    saved = load_file(weight_folders["other-1"] / "model.safetensors")
+    first = a_part(saved)
+    with RolloutClient(urls) as client:
+        for part in (first, {name: tensor for name, tensor in saved.items() if name not in first}):
+            weights: Any = part
+            if via == "disk":
+                save_file(part, tmp_path / "model.safetensors")
+                weights = tmp_path
+            client.push_weights(weights, version="other-1", via=via, partial=True)
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "other-1", reference_models)
+        with pytest.raises(InvalidInputError, match="loads none of this name"):
+            client.push_weights(under_other_names(first), version="8", via="tensor", partial=True)
+        client.push_weights(weight_folders["default"], version="default")
+
+
+def test_a_folder_that_cannot_be_read_leaves_the_old_weights(
+    urls: list[str], weight_folders: dict[str, Path], reference_models: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = (weight_folders["other-1"] / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-1])
+    with RolloutClient(urls) as client:
+        for folder in ("missing", "empty", "cut"):
+            with pytest.raises(InvalidInputError, match=f"weights: {urls[0]}: .*got '{tmp_path / folder}'"):
+                client.push_weights(tmp_path / folder, version="other-1")
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
+
+
+def test_a_pause_lasts_until_it_is_ended(urls: list[str], reference_models: dict[str, Any]) -> None:
+    with RolloutClient(urls) as client:
+        client.pause("abort")
+        with pytest.raises(RequestTimeoutError):
+            client.generate(PROMPTS, SAMPLING, timeout_s=2)
+        client.continue_generation()
+        check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_push_that_sends_nothing_leaves_the_engines_as_they_were(
+    urls: list[str],
+    weight_folders: dict[str, Path],
+    reference_models: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    was_paused: bool,
+) -> None:
+    flush = EngineControl.flush_cache
+
+    async def fail(self: EngineControl, mode: Any) -> None:
+        if self.base_url == urls[1]:
+            raise ServerError("no flush", status=503)
+        await flush(self, mode)
+
+    monkeypatch.setattr(EngineControl, "flush_cache", fail)
+    with RolloutClient(urls) as client:
+        if was_paused:
+            client.pause()
+        with pytest.raises(ServerError, match="no flush") as failed:
+            client.push_weights(weight_folders["other-1"], version="other-1")
+        assert ("stay paused" in failed.value.__notes__[0]) is was_paused
+        if was_paused:
+            with pytest.raises(RequestTimeoutError):
+                client.generate(PROMPTS, SAMPLING, timeout_s=2)
+            client.continue_generation()
         check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "default", reference_models)
 
 
@@ -162,16 +312,15 @@ def test_after_a_partly_failed_push_nothing_continues(
     urls: list[str],
     weight_folders: dict[str, Path],
     reference_models: dict[str, Any],
-    tmp_path: Path,
+    model_path: Path,
     log_folder: Path,
 ) -> None:
-    larger = make_tiny_model(tmp_path / "larger", vocab_size=640)
-    with run_engine(larger, log_folder / "push-larger.log") as odd:
+    with run_engine(model_path, log_folder / "push-larger.log", *LARGER) as odd:
         with RolloutClient([urls[0], odd.url]) as client, pytest.raises(WeightPushError) as failed:
             client.push_weights(weight_folders["other-1"], version="3", timeout_s=60)
         assert failed.value.weight_versions == {urls[0]: "3", odd.url: None}
         assert f"{urls[0]}: weights '3'" in str(failed.value)
-        assert f"{odd.url}: weights unknown" in str(failed.value)
+        assert f"{odd.url}: old weights" in str(failed.value)
         assert "1 of 2 engines" in str(failed.value)
         with RolloutClient(urls[0]) as client:
             with pytest.raises(RequestTimeoutError):
@@ -200,5 +349,7 @@ def test_a_client_of_a_sidecar_names_its_engines(
             client.push_weights(weight_folders["other-1"], version="other-1")
         with RolloutClient(sidecar, engine_url=urls[0]) as client:
             client.push_weights(weight_folders["other-1"], version="other-1")
+            assert client.server_info()["engine"]["weight_version"] == "other-1"
             check_versions(client.generate(PROMPTS, SAMPLING, top_logprobs_p=P), "other-1", reference_models)
             client.push_weights(weight_folders["default"], version="default")
+            assert client.server_info()["engine"]["weight_version"] == "default"

@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from sglang_topp import CandidateSets, formats
 from sglang_topp_patches.compat.releases import Feature, installed, refused
 from tests.engine.candidate_set_checks import checked_sets
-from tests.engine.start_servers import Engine
+from tests.engine.start_servers import Engine, run_engine
 from tests.skip_missing_features import needs_grammars
 
 PROMPT = "The quick brown fox"
@@ -347,3 +348,20 @@ def test_sets_of_a_client_side_concatenation(engine: Engine) -> None:
     whole = CandidateSets.concat([turns[0], CandidateSets.empty(5), turns[1]])
     assert len(whole) == 53
     assert whole.sizes[24:29].tolist() == [0] * 5
+
+
+def test_prompt_positions_without_a_token_have_no_set(model_path: Path, log_folder: Path) -> None:
+    """SGLang makes token ids up for embeddings, and reports a log-prob of each."""
+    arguments = ["--dtype", "bfloat16", "--disable-radix-cache"]
+    with run_engine(model_path, log_folder / "embeds.log", *arguments) as engine:
+        answer = engine.generate(
+            input_embeds=[[0.01] * 64] * 5,
+            sampling_params={"max_new_tokens": 3, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_p=0.9,
+            return_logprobs_in_base64=True,
+        )["meta_info"]
+    assert len(answer["input_token_logprobs"]) == 5
+    assert answer["input_top_p_logprobs_lengths"] == [-1] * 5
+    assert min(answer["output_top_p_logprobs_lengths"]) > 0

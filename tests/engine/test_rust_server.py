@@ -15,9 +15,9 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import installed
-from sglang_topp_patches.compat.seams import NO_HTTP_CONTRACT
+from sglang_topp_patches.http import request_check_middleware_before_0_5_22
 from tests.engine.start_servers import run_engine
+from tests.skip_missing_features import is_hook_here
 
 if importlib.util.find_spec("sglang.srt.rust_server") is None:
     pytest.skip("this SGLang has no Rust server", allow_module_level=True)
@@ -50,7 +50,7 @@ def test_the_engine_refuses_what_reaches_it(model_path: Path, log_folder: Path) 
             assert "SGLANG_RUST_SERVER" in answer.text
         assert len(engine.generate(text="hello", sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
         info = engine.http.get("/server_info").json()
-        if set(NO_HTTP_CONTRACT) <= set(installed()[1].seams):
+        if is_hook_here(request_check_middleware_before_0_5_22.install):
             # Before 0.5.22, only the Python server's route reports the patch set.
             assert "sglang_topp" not in info
         else:

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from sglang_topp import CandidateSets, formats
+from sglang_topp.errors import RequestError
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_patches.compat.releases import Feature, refused
 from tests.engine.pushed_weights import restore_weights
@@ -250,3 +252,15 @@ async def test_after_a_flush_all_requests_share_the_cache_again(
     scored = await score(engine, "score", ids, start=300)
     scored.check(ids, reference_models["default"])
     assert scored.cached_tokens == 299
+
+
+async def test_weights_that_make_nan_are_named(engine: Engine, model_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model.model.norm.weight.data[0] = float("nan")
+    async with AsyncRolloutClient(engine.url) as client:
+        await client.push_weights(model, version="nan", via="tensor")
+        for p in (P, None):
+            with pytest.raises(RequestError, match=r"no candidate set at prompt position 1: .*NaN"):
+                await client.score([[5, 6, 7]], top_logprobs_p=p)
+        with pytest.raises(RequestError, match=r"no candidate set at position 0: .*NaN"):
+            await client.generate([[5, 6, 7]], {"max_new_tokens": 2}, top_logprobs_p=P)

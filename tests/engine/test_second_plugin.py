@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.compat.releases import installed
 from tests.engine.candidate_set_checks import check_whole
 from tests.engine.second_plugin import KEY, install
 from tests.engine.start_servers import Engine, run_engine
+from tests.skip_missing_features import hooks_here
 
 SAMPLING = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
 WITH_SETS = {"return_logprob": True, "top_logprobs_p": 0.9, "top_logprobs_num": 512}
@@ -87,7 +87,7 @@ def test_the_patch_set_holds_and_the_others_hooks_were_called(both: Engine, fold
     both.generate(text=["a", "b"], sampling_params=SAMPLING, **WITH_SETS)
     calls = set((folder / "calls").read_text().splitlines())
     assert {each for each in calls if each.startswith("loaded")} == {f"loaded {order} ours"}
-    hooked = {seam.target for seam in installed()[1].seams if seam.hooks}
+    hooked = {hook.target for hook in hooks_here()}
     for name in CALLED:
         (target,) = {target for target in hooked if target.endswith(f".{name}")}
         assert {f"{kind} {target}" for kind in ("before", "around", "after")} <= calls

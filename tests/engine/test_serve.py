@@ -22,8 +22,8 @@ import pytest
 
 from sglang_topp.errors import RequestError, RolloutError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient, load_rollouts
-from sglang_topp_client.view.token_text import TokenTexts
 from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_server.view.token_text import TokenTexts
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout
 from tests.engine.start_servers import START_LIMIT_S, free_port, run_sidecar, with_forks
@@ -150,8 +150,8 @@ def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_
             literal = str(token_id) if token is None else repr(bytes(token) if type(token) is list else token)
             assert row.split(maxsplit=1)[1].startswith(f"{literal}  ")
 
-    subprocess.run([*command, "--out", str(tmp_path / "run.parquet")], check=True)
-    saved = list(load_rollouts(tmp_path / "run.parquet"))
+    subprocess.run([*command, "--out", str(tmp_path / "run")], check=True)
+    saved = list(load_rollouts(tmp_path / "run"))
     assert len(saved) == 4
     for rollout in saved:
         check_rollout(rollout, 0.9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import sglang_topp_patches
-from sglang_topp_patches.compat.find_definitions import PackageSource
+from sglang_topp_patches.all_hooks import SEAMS
 from sglang_topp_patches.compat.internals.interface import Internals
 from sglang_topp_patches.compat.releases import RELEASES, Feature
-from sglang_topp_patches.compat.seam_check import difference
+from sglang_topp_patches.hooks import Hook, Seam
 from tests.matrix.environment import UV
+from tests.matrix.find_definitions import PackageSource
 from tests.matrix.releases import Release
 
 __all__ = ["find_problems", "find_seam_problems", "hook_imports", "module_imports"]
@@ -47,16 +47,22 @@ def find_problems(release: Release) -> list[str]:
     return found + [f"{name}: a hook imports it, and it does not exist" for name in missing]
 
 
-def find_seam_problems(source: PackageSource, version: str) -> list[str]:
-    """Return a sentence for each seam that is missing in the source or has other parameters."""
+def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam] = SEAMS) -> list[str]:
+    """Return a sentence for each seam that is missing in the source or has other parameters.
+
+    Of a missing function, the sentence also names up to three places that define another of its name.
+    """
     if version not in RELEASES:
         return [f"the patch set does not list SGLang {version}"]
     found = []
-    for seam in RELEASES[version].seams:
+    for seam in seams:
+        if not seam.is_in(version):
+            continue
         try:
-            differs = difference(seam, source.parameters(seam.target))
+            differs = seam.difference(source.parameters(seam.target))
         except LookupError as error:
-            differs = str(error)
+            elsewhere = source.elsewhere(seam.target)[:3]
+            differs = f"{error}; that name is at {', '.join(elsewhere)}" if elsewhere else str(error)
         if differs:
             found.append(f"{seam.target}: {differs}")
     return found
@@ -76,8 +82,8 @@ def hook_imports(version: str) -> Iterator[str]:
         return
     called = [name for name in dir(Internals) if _FEATURE_OF_METHOD.get(name) not in release.refused]
     trees = [*_methods(type(release.internals), called)]
-    for seam in release.seams:
-        trees += [_tree(pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}")) for hook in seam.hooks]
+    hooks = [seam for seam in SEAMS if isinstance(seam, Hook) and seam.is_in(version)]
+    trees += map(_tree, {hook.function for hook in hooks})
     for tree in trees:
         yield from _imports(ast.walk(tree))
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.compat.find_definitions import PackageSource
 from sglang_topp_patches.compat.releases import RELEASES
-from sglang_topp_patches.compat.seams import Seam
+from sglang_topp_patches.hooks import Seam
 from tests.matrix import releases, seams
+from tests.matrix.find_definitions import PackageSource
 
 NEWEST = next(iter(RELEASES))
 
@@ -46,15 +45,19 @@ def test_imports_in_inherited_methods_are_found(version: str, unpickles: bool, h
     assert ("sglang.srt.layers.dp_attention.get_attention_tp_rank" in imported) != has_context
 
 
-def test_changed_and_missing_seams_are_named(source: PackageSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_moved_and_missing_seams_are_named(source: PackageSource) -> None:
     wrong = (
-        Seam("sglang.srt.plugins.load_plugins_by_group", ("group", "renamed"), ""),
-        Seam("sglang.srt.plugins.no_such_function", (), ""),
+        Seam("sglang.srt.plugins.load_plugins_by_group", "", ("group", "renamed")),
+        Seam("sglang.srt.plugins.Req.reset_for_retract", ""),
+        Seam("sglang.srt.plugins.no_such_function", ""),
+        Seam("sglang.srt.plugins.not_there_yet", "", since="0.6"),
     )
-    release = replace(RELEASES[NEWEST], seams=wrong)
-    monkeypatch.setattr(seams, "RELEASES", {NEWEST: release})
-    changed, gone = seams.find_seam_problems(source, NEWEST)
+    changed, moved, gone = seams.find_seam_problems(source, NEWEST, wrong)
     assert changed.startswith("sglang.srt.plugins.load_plugins_by_group: takes (group, excluded_dists)")
+    assert moved == (
+        "sglang.srt.plugins.Req.reset_for_retract: sglang.srt.plugins has no Req; that name is at"
+        " sglang.srt.managers.schedule_batch.Req.reset_for_retract"
+    )
     assert gone == "sglang.srt.plugins.no_such_function: sglang.srt.plugins has no no_such_function"
     assert seams.find_seam_problems(source, "0.4.0") == ["the patch set does not list SGLang 0.4.0"]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError
-from sglang_topp.nucleus import reference, top_p_torch
+from sglang_topp.nucleus import top_p_torch
 from sglang_topp.nucleus.argument_checks import check_top_p_arguments
+from tests.nucleus import reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCAB = 151_936

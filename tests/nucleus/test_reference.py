@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_topp.nucleus import reference
+from tests.nucleus import reference
 
 weights = st.lists(st.integers(0, 50) | st.sampled_from([0, 1, 1, 1]), min_size=1, max_size=25).filter(any)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import reference, sampler_support_torch
+from sglang_topp.nucleus import sampler_support_torch
 from sglang_topp.nucleus.argument_checks import check_support_arguments
 from tests.fake_gpu import gpu
+from tests.nucleus import reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import reference, top_p_candidates, top_p_torch
+from sglang_topp.nucleus import top_p_candidates, top_p_torch
 from sglang_topp.nucleus.argument_checks import check_top_p_arguments
 from tests.fake_gpu import gpu
+from tests.nucleus import reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

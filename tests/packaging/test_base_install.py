@@ -56,7 +56,6 @@ def test_the_command_says_what_is_missing(base_install: Path) -> None:
         (["doctor"], "sglang"),
         (["rollouts", "rollouts.parquet"], "data"),
         (["generate", "--url", "http://127.0.0.1:1", "--prompt", "a"], "cli"),
-        (["completion", "bash"], "cli"),
     ):
         ended = run(base_install / "sglang-topp", *arguments, check=False)
         assert ended.returncode == 2

@@ -29,7 +29,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel: Path) -> N
             expected.add(str(Path(name).relative_to(package.parent)))
     names = names_of(wheel)
     information = {name for name in names if ".dist-info/" in name}
-    assert names - information == expected | {"sglang_topp_server/cli/commands/rollout_loop.py"}
+    assert names - information == expected
     assert {name.partition(".dist-info/")[2] for name in information} == {
         "METADATA",
         "RECORD",

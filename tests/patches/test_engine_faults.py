@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import HTTPException
 
 from sglang_topp import formats
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
 from sglang_topp_patches.compat.releases import Feature, internals
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.memory.budget import Budget, InFlight
+from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.memory.budget import Budget
 from sglang_topp_patches.scheduler import extract_prompt_sets
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets, free_sent_entries
 from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
@@ -24,14 +26,14 @@ from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit, is_refused
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, join
+from sglang_topp_patches.scheduler_messages import KEY, NO_SET, PROMPT_KEY, Entry, join
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
 VOCAB = 32
 WEIGHTS = Weights(3, "7")
 HTTP = http_process()
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 
 
 @pytest.fixture
@@ -47,11 +49,9 @@ class Req:
         self.stream, self.send_token_offset, self.finished_output = False, 0, False
         self.sampling_params = SimpleNamespace(custom_params=None)
         self.input_embeds: Any = None
+        self.origin_input_ids, self.logprob_start_len, self.vocab_size = [1, 2, 3], 0, VOCAB
         self.sglang_topp_weights = WEIGHTS
-        admit(self, PROCESS.in_flight)
-
-    def finished(self) -> bool:
-        return False
+        admit(self, PROCESS)
 
 
 def commit(index: int, *token_ids: int) -> SimpleNamespace:
@@ -131,12 +131,12 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
-    taken = PassExtraction(PROCESS.in_flight, (1.0, 0.9), (3, 2))
+    taken = PassExtraction(0, (1.0, 0.9), (3, 2))
     rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
     for part in rows:
         wanted = taken.thresholds[sum(len(chunk.offsets) - 1 for chunk in taken.chunks) :][: len(part)]
         taken.add(extract(PROCESS, part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
-    assert taken.refused == {0: False}
+    assert [(row, status) for row, (status, _) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
     sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
@@ -152,10 +152,72 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     assert all(len(ids) > 0 for ids, _ in rows_of(second))
 
 
-def test_prompts_that_are_too_much_together_are_told_to_come_back(logprobs: torch.Tensor) -> None:
-    taken = PassExtraction(InFlight(4 * VOCAB), (1.0, 1.0), (3, 2))
-    taken.add(extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [1.0] * 5, torch.zeros(5, dtype=torch.int64)))
-    assert taken.refused == {0: True}
+@pytest.mark.parametrize("held", [0, 1 << 40])
+def test_prompts_that_are_too_much_together_are_told_to_come_back(
+    logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """The prompts that are not complete when the room ends, however much is held beside them."""
+    monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(1000, 2 * VOCAB))
+    taken = PassExtraction(held, (1.0,) * 4, (2, 2, 2, 2))
+    for _ in range(4):  # a chunk ends within the second prompt, and the room in the chunk before
+        part = taken.thresholds[sum(chunk.num_rows for chunk in taken.chunks) :][:2].tolist()
+        taken.add(extract(PROCESS, logprobs[:2], part, torch.zeros(2, dtype=torch.int64)))
+    first = 1 if held else 2
+    assert {row: int(status) for row, (status, _) in taken.refused.items()} == dict.fromkeys(
+        range(first, 4), 429
+    )
+    assert all("IN_FLIGHT" in reason for _, reason in taken.refused.values())
+    assert taken.thresholds.tolist() == [1.0] * 2 * first + [0.0] * 2 * (4 - first)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [True] * 5),
+        ({"origin_input_ids": [VOCAB + 7, 3, VOCAB, -1, 2]}, [True, False, False, True, True]),
+        ({"origin_input_ids": [9, 3, 5, VOCAB], "logprob_start_len": 1}, [True, False, True, True, True]),
+        ({"origin_input_ids": [1] * 5, "input_embeds": [[0.5]] * 5}, [False] * 4 + [True]),
+    ],
+    ids=["text", "image", "image from a position on", "embeddings"],
+)
+def test_a_prompt_position_without_a_token_has_no_set(
+    logprobs: torch.Tensor, change: dict[str, Any], expected: list[bool]
+) -> None:
+    """In one chunk and in several. The last row scores the first generated token."""
+    sampled = torch.zeros(5, dtype=torch.int64)
+    whole = extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [0.9] * 5, sampled)
+    for counts in ((5,), (2, 3)):
+        req = Req("a")
+        vars(req).update(change)
+        start = 0
+        for count in counts:
+            part = extract(
+                PROCESS, logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count]
+            )
+            sets = PromptSets(("a",), (0.9,), (count,), (part,), WEIGHTS)
+            sets.consume(SimpleNamespace(reqs=[req]), [None])
+            start += count
+        has_set = [row != NO_SET for row in rows_of(req)]
+        assert has_set == expected
+        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        assert [row for row in rows_of(req) if row != NO_SET] == kept
+
+
+def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tensor) -> None:
+    packed = [entry.candidates for entry in entries_of(logprobs, logprobs.argmax(1).tolist())]
+    for base64 in (True, False):
+        answer = Answer([], prompt_tokens=3)
+        answer.state.obj.return_logprobs_in_base64 = base64
+        answer.state.obj.return_text_in_logprobs = False
+        answer.manager.skip_tokenizer_init = True
+        answer.manager.detokenize_logprob_tokens = lambda values, ids, _: zip(values, ids, strict=True)
+        meta_info = answer.receive(None, [Entry(None, weight_version="7"), NO_SET, packed[0], packed[1]])
+        sizes = (
+            meta_info["input_top_p_logprobs_lengths"]
+            if base64
+            else [-1 if row is None else len(row) for row in meta_info["input_top_p_logprobs"]]
+        )
+        assert sizes == [-1, -1, len(packed[0][0]) // 4]
 
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
@@ -177,7 +239,6 @@ def test_a_request_without_sets_is_retracted_from_a_mixed_batch() -> None:
     """SGLang before 0.5.15 gives every request of such a batch the lists that one of them has."""
     asks, other = Req("a"), Req("b")
     asks.customized_info, other.customized_info = {KEY: [], PROMPT_KEY: []}, None
-    del other.sglang_topp_in_flight  # `admit` runs for requests with sets alone
     Sglang0514().align([asks, other])
     assert other.customized_info is not None
     forget_rows(None, other)
@@ -216,7 +277,6 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
     (*_, word) = {*req.customized_info[PROMPT_KEY], *req.customized_info[KEY]}
     assert word.status == 503
     assert words in word.problem
-    assert req.sglang_topp_account.is_closed
     assert other.customized_info is None
 
     answer = Answer([], prompt_tokens=9)
@@ -243,7 +303,7 @@ def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: 
         if weights is not WEIGHTS:
             forget_rows(None, req)
     assert len(rows_of(req)) == 3
-    assert req.sglang_topp_account.positions == 3
+    assert req.sglang_topp_positions == 3
 
 
 def test_a_request_that_starts_over_has_the_sets_of_its_last_run(logprobs: torch.Tensor) -> None:
@@ -264,7 +324,7 @@ class Answer:
         )
         streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
         self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)
-        self.tokens = tokens
+        self.tokens, self.process = tokens, HTTP
         self.state = SimpleNamespace(
             obj=obj,
             last_output_offset=0,
@@ -288,7 +348,7 @@ class Answer:
         sets_in_meta_info.receive_entries(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
         sets_in_meta_info.write_meta_info(
-            HTTP, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
+            self.process, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
 
@@ -304,7 +364,7 @@ class Answer:
         (sent,) = [
             each
             async for each in sets_in_meta_info.write_sets(
-                HTTP, chunks, self.manager, obj=self.state.obj, state=self.state
+                self.process, chunks, self.manager, obj=self.state.obj, state=self.state
             )
         ]
         return sent
@@ -367,32 +427,40 @@ def test_what_was_sent_is_not_held(logprobs: torch.Tensor) -> None:
         sets = GeneratedSets(RequestedRows(("a",), (0.9,)), extracted, "default")
         sets.consume(SimpleNamespace(reqs=[req]), [commit(index, sampled[0])])
         req.send_token_offset = index  # all but the last one
-        free_sent_entries(None, None, [req], True)
+        free_sent_entries(PROCESS, None, None, [req], True)
     req.customized_info[PROMPT_KEY] = ["a row"]
     assert [entry is None for entry in req.customized_info[KEY]] == [True, True, False]
     req.send_token_offset, req.finished_output = 3, True
-    free_sent_entries(None, None, [req], True)
+    free_sent_entries(PROCESS, None, None, [req], True)
     assert req.customized_info == {KEY: [None, None, None]}
 
 
-def test_a_call_that_was_ended_is_an_error_and_holds_nothing(logprobs: torch.Tensor) -> None:
-    sampled = logprobs.argmax(1).tolist()
-    aborted: list[str] = []
+def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
+    """Those that arrive before the answer begins and after, and not those that come too late."""
+    sampled, counts = logprobs.argmax(1).tolist(), []
+    process = http_process(limit=1)
     call = route_policy.Call()
     token = route_policy.current_call.set(call)
     answer = Answer(sampled)
-    answer.manager.abort_request = aborted.append
-    answer.state.obj.stream = True
-    answer.state.output_ids = list(sampled)
-    answer.receive(entries_of(logprobs, sampled), finished=False)
-    assert answer.send()["output_top_p_logprobs_lengths"]
-    assert call.account is not None
-    assert call.account.candidates > 0
-    call.account.end("too much")
-    assert aborted == ["a"]
-    with pytest.raises(ValueError, match="too much") as caught:
+    answer.state.obj.stream, answer.state.output_ids = True, list(sampled)
+    answer.process = process
+    for _ in range(2):
+        answer.receive(entries_of(logprobs, sampled), finished=False)
         answer.send()
-    assert caught.value.status_code == 429
+        counts.append(process.in_flight.total)
+    sizes = sum(len(entry.candidates[0]) // 4 for entry in entries_of(logprobs, sampled))
+    assert counts == [sizes, 2 * sizes]
+    with pytest.raises(HTTPException, match=f"hold {2 * sizes} candidates, more than the 1 that fit") as busy:
+        process.check_room(is_streamed=False)
+    assert busy.value.status_code == 429
+    with pytest.raises(CallEndedError) as streamed:
+        process.check_room(is_streamed=True)
+    assert streamed.value.status_code == 429
+    call.close()
+    assert process.in_flight.total == 0
+    answer.receive(entries_of(logprobs, sampled), finished=False)
+    assert process.in_flight.total == 0
+    process.check_room(is_streamed=False)
     route_policy.current_call.reset(token)
 
 

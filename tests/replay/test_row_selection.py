@@ -49,16 +49,18 @@ def tokens_of_rank(layout: Layout, lengths: list[int], attention_mask: list[list
         if layout.split == "zigzag":
             return joined(zigzag(row, cp, rank) for row in rows)
         return joined(row[len(row) // cp * rank : len(row) // cp * (rank + 1)] for row in rows)
-    sequences = [pad(sequence, layout.sequence_multiple) for sequence in sequences]
+    edges = layout.cu_seqlens
+    if edges is None:
+        multiple = 2 * cp if layout.split == "zigzag" and cp > 1 else 1
+        sequences = [pad(sequence, multiple) for sequence in sequences]
+        sequences.append([PAD] * (-len(joined(sequences)) % cp))
+    else:
+        spans = np.diff(edges).tolist()
+        sequences += [[]] * (len(spans) - len(sequences))
+        sequences = [one + [PAD] * (span - len(one)) for one, span in zip(sequences, spans, strict=True)]
     if layout.split == "zigzag" and cp > 1:
-        both = int(np.lcm(2 * cp, layout.sequence_multiple))
-        local = joined(zigzag(pad(sequence, both), cp, rank) for sequence in sequences)
-        if layout.padded_length is not None:
-            local += [PAD] * (layout.padded_length // cp - len(local))
-        return local
-    stream = pad(joined(sequences), cp)
-    if layout.padded_length is not None:
-        stream += [PAD] * (layout.padded_length - len(stream))
+        return joined(zigzag(sequence, cp, rank) for sequence in sequences)
+    stream = joined(sequences)
     part = len(stream) // cp
     return stream[part * rank : part * (rank + 1)]
 
@@ -68,7 +70,7 @@ shapes = st.tuples(
     st.sampled_from(["thd", "bshd"]),
     st.sampled_from(["zigzag", "contiguous"]),
     st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from([1, 2, 6]),
+    st.sampled_from([0, 1, 2]),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["left", "right", "both"]),
@@ -92,9 +94,11 @@ def test_every_response_token_is_scored_once_by_the_token_before_it(batch, shape
         mask = {"attention_mask": np.array(attention_mask, int).reshape(len(batch), width)}
     else:
         mask = {}
-        options["sequence_multiple"] = multiple
-        if pads_more:
-            options["padded_length"] = pad_to(sum(pad_to(n, 24) for n in lengths), 24) + 24
+        if multiple:  # padding after each sequence, and further sequences of padding
+            spans = [pad_to(n, 24 * multiple) for n in lengths] + [24] * random.randint(0, 2)
+            if spans and pads_more:
+                spans[-1] += 48
+            options["cu_seqlens"] = np.cumsum([0, *spans])
 
     expected = [at > 0 and (loss_mask is None or loss_mask[n]) for n, (_, at) in enumerate(names)]
     seen = np.zeros(len(names), int)
@@ -184,17 +188,30 @@ def test_errors_name_the_argument_and_the_problem():
         "format: got 'sbhd'": lambda: Layout("sbhd"),
         "split: got 'ring'": lambda: Layout(split="ring"),
         "cp_size=2, cp_rank=2": lambda: Layout(cp_size=2, cp_rank=2),
-        "sequence_multiple: got 0": lambda: Layout(sequence_multiple=0),
         "response_lengths: got 1 for 2": lambda: Layout().select_rows([1, 1], [2]),
         "prompt_lengths: got -1": lambda: Layout().select_rows([-1], [2]),
         "response_lengths: got shape": lambda: Layout().select_rows([1], [2.5]),
         "loss_mask: got shape \\(3,\\), expected \\[4\\]": lambda: Layout().select_rows(
             [1, 1], [2, 2], loss_mask=[1] * 3
         ),
-        "padded_length: got 5, expected at least 6": lambda: Layout(padded_length=5).select_rows(
-            [1, 1], [2, 2]
+        "cu_seqlens: its sequences have \\[2, 4\\] tokens, expected at least \\[3, 3\\]": lambda: Layout(
+            cu_seqlens=(0, 2, 6)
+        ).select_rows([1, 1], [2, 2]),
+        "cu_seqlens: its sequences have \\[6\\] tokens, expected at least \\[3, 3\\]": lambda: Layout(
+            cu_seqlens=torch.tensor([0, 6])
+        ).select_rows([1, 1], [2, 2]),
+        "samples of \\[3, 2\\] tokens, expected \\[2, 3\\], as in seq_lengths": lambda: Layout(
+            cu_seqlens=(0, 4, 8), seq_lengths=(2, 3)
+        ).select_rows([1, 1], [2, 1]),
+        "cu_seqlens: got \\(0, 4, 10\\), expected multiples of 4": lambda: Layout(
+            cp_size=2, cu_seqlens=[0, 4, 10]
         ),
-        "and a multiple of 2": lambda: Layout(cp_size=2, padded_length=7).select_rows([1], [2]),
+        "that end in a multiple of 2": lambda: Layout(cp_size=2, split="contiguous", cu_seqlens=(0, 3)),
+        "cu_seqlens: got \\(1, 3\\), expected to rise from 0": lambda: Layout(cu_seqlens=(1, 3)),
+        "cu_seqlens: got \\(0, 3, 2\\), expected to rise from 0": lambda: Layout(cu_seqlens=(0, 3, 2)),
+        "cu_seqlens: got \\(\\), expected to rise from 0": lambda: Layout(cu_seqlens=[]),
+        "seq_lengths: got -1": lambda: Layout(seq_lengths=[-1]),
+        "cu_seqlens: got shape \\(1,\\) and dtype float64": lambda: Layout(cu_seqlens=[0.0]),
         "attention_mask: missing; with format 'bshd'": lambda: Layout("bshd").select_rows([1, 2], [2, 2]),
         "attention_mask: got one with format 'thd'": lambda: Layout().select_rows(
             [1], [2], attention_mask=[[1, 1, 1]]
@@ -212,9 +229,11 @@ def test_errors_name_the_argument_and_the_problem():
         "attention_mask: got 6 columns, expected a multiple of 4": lambda: Layout(
             "bshd", cp_size=2
         ).select_rows([1], [2], attention_mask=[[1, 1, 1, 0, 0, 0]]),
-        "padded_length: got 8 with format 'bshd', expected None": lambda: Layout("bshd", padded_length=8),
-        "sequence_multiple: got 2 with format 'bshd', expected 1": lambda: Layout(
-            "bshd", sequence_multiple=2
+        "cu_seqlens: got \\(0, 8\\) with format 'bshd', expected None": lambda: Layout(
+            "bshd", cu_seqlens=(0, 8)
+        ),
+        "seq_lengths: got \\(3,\\) with format 'bshd', expected None": lambda: Layout(
+            "bshd", seq_lengths=(3,)
         ),
         "hidden: got shape \\(5, 3\\), 5 rows; by the layout this rank holds 6": lambda: rows.select(
             torch.zeros(5, 3)

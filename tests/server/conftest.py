@@ -16,8 +16,8 @@ import uvicorn
 
 from sglang_topp_server.api.app import create_app
 from sglang_topp_server.engine.client import EngineClient
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process.launch import listen
+from sglang_topp_server.settings import Limits
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine"
 
@@ -184,7 +184,7 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
         client = EngineClient(engine_url, api_key=engine_api_key)
         app = create_app(client, limits=bounds, api_key=api_key, view=view)
         served = stack.enter_context(
-            Served(app, reader_timeout_s=bounds.max_stall_s, ws="none", timeout_keep_alive=75)
+            Served(app, reader_timeout_s=bounds.io_timeout_s, ws="none", timeout_keep_alive=75)
         )
         sidecar = Sidecar(served)
         stack.callback(sidecar.http.close)

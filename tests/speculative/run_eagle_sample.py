@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
-from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler import speculative_verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 
 
 @dataclass(frozen=True)

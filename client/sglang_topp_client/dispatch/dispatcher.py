@@ -160,7 +160,7 @@ class Dispatcher(Generic[Result]):
 
         async def resume(request: SampleRequest, wait_s: float) -> None:
             await asyncio.sleep(wait_s)
-            await self._call(new_exchange, take, [request], waits_for_engine=True)
+            await self._call(new_exchange, take, [request], continues=True)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -204,12 +204,12 @@ class Dispatcher(Generic[Result]):
         deliver: Callable[[Result], None],
         requests: Sequence[SampleRequest],
         *,
-        waits_for_engine: bool = False,
+        continues: bool = False,
     ) -> None:
         """Send one call. Report failed samples to `on_failure`. Without `on_failure`, raise the error."""
         missing = {(request.prompt_index, sample) for request in requests for sample in request.samples}
         try:
-            await self._call_until_complete(new_exchange, deliver, requests, missing, waits_for_engine)
+            await self._call_until_complete(new_exchange, deliver, requests, missing, continues)
         except SglangToppError as error:
             if self._on_failure is None:
                 raise
@@ -222,7 +222,7 @@ class Dispatcher(Generic[Result]):
         deliver: Callable[[Result], None],
         requests: Sequence[SampleRequest],
         missing: set[tuple[int, int]],
-        waits_for_engine: bool,
+        continues: bool,
     ) -> None:
         """Send one call and its retries. Each retry asks only for the `missing` samples, under a new id."""
         requests = list(requests)
@@ -261,7 +261,7 @@ class Dispatcher(Generic[Result]):
             finally:
                 in_flight = None
 
-        def abort_orders() -> dict[str, Callable[[], Awaitable[None]]] | None:
+        def abort_orders() -> dict[str, Callable[[], Awaitable[object]]] | None:
             if in_flight is None:
                 return None
             exchange, endpoint = in_flight
@@ -271,7 +271,7 @@ class Dispatcher(Generic[Result]):
             attempt,
             num_samples=lambda: len(missing),
             preferred=self._endpoints.that_issued(requests[0]),
-            waits_for_engine=waits_for_engine,
+            continues=continues,
             repeats_aborted=self._repeats_aborted,
         )
         if self._graceful_abort is None:

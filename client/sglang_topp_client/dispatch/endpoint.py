@@ -168,8 +168,10 @@ class Endpoint:
             ) from error
         return sglang_tokenize.prompt_ids(answer)
 
-    async def abort(self, request_id: str) -> None:
-        """Ask the server to abort a request.
+    async def abort(self, request_id: str) -> int:
+        """Ask the server to abort a request, and return how many requests a sidecar says that it aborted.
+
+        An engine does not say whether it knew the id, and its aborts are not counted.
 
         Args:
             request_id: the request's id on this server: for an engine, the engine's id; for a sidecar, the
@@ -177,14 +179,17 @@ class Endpoint:
         """
         if await self.kind() == "sglang":
             await self._abort_engine_request(request_id)
-            return
+            return 0
         try:
-            await self._abort_by_sidecar({"request_id": request_id})
+            answer = await self._abort_by_sidecar({"request_id": request_id})
         except BadRequestError as error:
             # Older sidecars have no `/abort`. An older sidecar aborts a request when the request's connection
             # closes.
             if error.status not in (404, 405):
                 raise
+            return 0
+        count = answer.get("aborted") if isinstance(answer, dict) else None
+        return count if type(count) is int else 0
 
     async def abort_all(self) -> None:
         """Ask the server to abort every request in the engine."""
@@ -204,8 +209,8 @@ class Endpoint:
             "POST", "/abort_request", {"rid": engine_id}, timeout_s=abort_delivery.TIMEOUT_S
         )
 
-    async def _abort_by_sidecar(self, body: dict[str, Any]) -> None:
-        await self._http.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
+    async def _abort_by_sidecar(self, body: dict[str, Any]) -> Any:
+        return await self._http.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
 
     async def _is_answering(self) -> bool:
         path = _PROBE_PATHS[self._kinds.get(self.base_url, "sglang")]

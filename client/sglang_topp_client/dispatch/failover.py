@@ -38,6 +38,8 @@ class EndpointPool:
         max_long_messages: how many long messages the client reads at once from each server; see
             `LongMessageSlots`.
         max_retries: the maximum number of retries of a failed call.
+        waits_out_refusals: whether a call waits for servers that accept no request at the moment (429, 503).
+            Only the caller's time limit ends this wait.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class EndpointPool:
         *,
         max_long_messages: int,
         max_retries: int,
+        waits_out_refusals: bool,
     ) -> None:
         self.all = [Endpoint(config, kinds, max_long_messages) for config in configs]
         self.max_calls = fd_limit.max_connections(configs[0].max_connections)
         self._slots = asyncio.Semaphore(self.max_calls)
         self._balancer = LoadBalancer(self.all, asyncio.get_running_loop().time)
         self._kinds = kinds
-        self._max_retries = max_retries
+        self._max_retries, self._waits_out_refusals = max_retries, waits_out_refusals
 
     @property
     def known_kind(self) -> Kind | None:
@@ -74,7 +77,7 @@ class EndpointPool:
         *,
         num_samples: Callable[[], int] = lambda: 0,
         preferred: Endpoint | None = None,
-        waits_for_engine: bool = False,
+        continues: bool = False,
         repeats_aborted: bool = False,
     ) -> _T:
         """Run `attempt` on an endpoint, with retries, and return the result of `attempt`.
@@ -87,7 +90,8 @@ class EndpointPool:
             attempt: makes one attempt on the given endpoint.
             num_samples: returns how many samples the next attempt requests.
             preferred: the endpoint to try first, if it is ready.
-            waits_for_engine: see `RetryBudget`.
+            continues: whether the call continues a sample. Such a call always waits out refusals, because the
+                engine that aborted the sample may be paused.
             repeats_aborted: see `RetryBudget`.
 
         Raises:
@@ -95,7 +99,9 @@ class EndpointPool:
                 answers, the method raises a TransportError that names all servers instead.
         """
         budget = RetryBudget(
-            self._max_retries, waits_for_engine=waits_for_engine, repeats_aborted=repeats_aborted
+            self._max_retries,
+            waits_out_refusals=self._waits_out_refusals or continues,
+            repeats_aborted=repeats_aborted,
         )
         failed: set[Endpoint] = set()
         while True:
@@ -134,8 +140,8 @@ class EndpointPool:
                     raise
             await asyncio.sleep(wait_s)
 
-    async def order_all(self, order: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Run `order` on every server, for example to abort a request.
+    async def order_all(self, order: Callable[[Endpoint], Awaitable[_T]]) -> list[_T]:
+        """Run `order` on every server, for example to abort a request, and return the results.
 
         Raises:
             SglangToppError: a server answered but did not carry out `order`, or no server answered. If at
@@ -143,10 +149,11 @@ class EndpointPool:
                 need no order: a dead server runs no requests, and calls to a hung server time out.
         """
         outcomes = await asyncio.gather(*map(order, self.all), return_exceptions=True)
-        failures = [outcome for outcome in outcomes if outcome is not None]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for failure in failures:
             if len(failures) == len(outcomes) or not isinstance(failure, TransportError):
                 raise failure
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     @contextmanager
     def aborts_expected(self) -> Generator[None, None, None]:

@@ -15,6 +15,10 @@ __all__ = ["LoadBalancer"]
 
 _T = TypeVar("_T")
 
+# An endpoint counts as busier than another one if it has over so many samples more in flight. One endpoint
+# made all samples of a prompt, so calls that prefer the same endpoint often follow each other.
+_MAX_AHEAD = 8
+
 
 @dataclass(eq=False)
 class _State(Generic[_T]):
@@ -73,7 +77,7 @@ class LoadBalancer(Generic[_T]):
         Args:
             num_samples: how many samples the call requests.
             preferred: the endpoint whose prefix cache probably holds the prompt. The balancer chooses this
-                endpoint if it is ready and not in `without`.
+                endpoint if it is ready, not in `without`, and not busier than the others.
             without: endpoints on which this call failed. The balancer chooses one of these endpoints only if
                 this call has failed on all endpoints.
         """
@@ -98,10 +102,11 @@ class LoadBalancer(Generic[_T]):
         ready = [state for state in fresh if self._is_ready(state)]
         if not ready:
             return min(fresh, key=lambda state: (state.retry_at, state.num_in_flight))
+        least_busy = min(ready, key=lambda state: (state.num_in_flight, state.last_call))
         for state in ready:
             if preferred is not None and state.endpoint == preferred:
-                return state
-        return min(ready, key=lambda state: (state.num_in_flight, state.last_call))
+                return state if state.num_in_flight <= least_busy.num_in_flight + _MAX_AHEAD else least_busy
+        return least_busy
 
     def _is_ready(self, state: _State[_T]) -> bool:
         if not state.num_failures:

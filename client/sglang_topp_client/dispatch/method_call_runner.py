@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from sglang_topp.errors import AbortedError, InvalidInputError, RequestTimeoutError, describe
+from sglang_topp_client.argument_checks import is_id_of
 from sglang_topp_client.dispatch.dispatcher import (
     ROLLOUTS,
     SCORES,
@@ -45,6 +46,8 @@ _CALLER_FIRST_S = 0.02
 # waits longer for a sidecar than for an engine, because the sidecar first waits for its engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 _MAX_WAITING_RESULTS = 1024
+# A graceful abort ends after `_GRACE_S`, and its aborts are delivered within three seconds.
+_OTHER_LOOPS_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class MethodCallRunner:
         configs: the connection settings of one or several servers. All servers are of the same kind.
         kind: the servers' kind, or None to ask the servers.
         max_retries: how often a failed call is retried.
+        waits_out_refusals: see `EndpointPool`.
         max_long_messages: how many long messages the client reads at once from each server; see
             `LongMessageSlots`. The default is no limit, because a limit makes the client stop reading some
             answers for a while. A server may drop a client that stops reading.
@@ -99,6 +103,7 @@ class MethodCallRunner:
         *,
         kind: Kind | None,
         max_retries: int,
+        waits_out_refusals: bool = True,
         max_long_messages: int = UNLIMITED,
     ) -> None:
         self._configs = configs
@@ -106,6 +111,7 @@ class MethodCallRunner:
         if kind is not None:
             self._kinds = dict.fromkeys((config.base_url for config in configs), kind)
         self._max_retries, self._max_long_messages = max_retries, max_long_messages
+        self._waits_out_refusals = waits_out_refusals
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
 
     def rollouts(
@@ -189,17 +195,34 @@ class MethodCallRunner:
             repeats_aborted=is_repeated,
         )
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str) -> int:
         """Abort the requests with the id `request_id`; see `AsyncRolloutClient.abort`."""
         here = self._here()
-        tasks = [task for task, request in here.running.items() if request.name == request_id]
-        if not tasks:
-            await here.endpoints.order_all(lambda endpoint: endpoint.abort(request_id))
-            return
+        elsewhere = [
+            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._abort_here(request_id), loop))
+            for loop in list(self._loops)
+            if loop is not asyncio.get_running_loop() and loop.is_running()
+        ]
+        count = await self._abort_here(request_id)
+        if elsewhere:
+            # A loop that ends at this moment never answers, and ends its requests too.
+            done, _ = await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
+            count += sum(each.result() for each in done if not each.cancelled())
+        if not count:
+            count = sum(await here.endpoints.order_all(lambda endpoint: endpoint.abort(request_id)))
+        return count
+
+    async def _abort_here(self, request_id: str) -> int:
+        """Abort the requests of this event loop, and return how many there were."""
+        here = self._here()
+        tasks = [task for task, request in here.running.items() if is_id_of(request.name, request_id)]
+        names = {here.running[task].name for task in tasks}
         graceful = _abort_gracefully(here, tasks)
         await _cancel([task for task in tasks if task not in graceful])
         await _wait_until_done(graceful)
-        await here.endpoints.aborts_delivered(request_id)
+        for name in names:
+            await here.endpoints.aborts_delivered(name)
+        return len(tasks)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
@@ -331,6 +354,7 @@ class MethodCallRunner:
                     self._kinds,
                     max_long_messages=self._max_long_messages,
                     max_retries=self._max_retries,
+                    waits_out_refusals=self._waits_out_refusals,
                 )
             )
         return self._loops[loop]

@@ -25,27 +25,27 @@ class RetryBudget:
 
     Args:
         max_retries: the maximum number of retries of the call.
-        waits_for_engine: whether the call waits without limit for an engine that refuses requests (429, 503).
-            If so, a refused attempt does not use up a retry.
+        waits_out_refusals: whether the call waits without limit for a server that accepts no request at the
+            moment (429, 503). A refused attempt then uses up no retry, because the server works.
         repeats_aborted: whether the client repeats a call that the engine aborted because of an abort
-            request, a pause, or a weight update. The repeated call waits for the engine without limit,
-            because the engine may be paused.
+            request, a pause, or a weight update. The repeated call waits out refusals, because the engine may
+            be paused.
     """
 
     def __init__(
-        self, max_retries: int, *, waits_for_engine: bool = False, repeats_aborted: bool = False
+        self, max_retries: int, *, waits_out_refusals: bool = False, repeats_aborted: bool = False
     ) -> None:
         self._num_left = max_retries
-        self._waits_for_engine, self._repeats_aborted = waits_for_engine, repeats_aborted
+        self._waits_out_refusals, self._repeats_aborted = waits_out_refusals, repeats_aborted
         self._num_failures = 0
 
     def next_delay_s(self, error: SglangToppError) -> float | None:
         """Return the seconds to wait before the next attempt, or None if `error` ends the call."""
         is_repeated = self._repeats_aborted and isinstance(error, AbortedError)
-        self._waits_for_engine |= is_repeated
+        self._waits_out_refusals |= is_repeated
         if not is_repeated and not is_retryable(error):
             return None
-        if not is_repeated and not (self._waits_for_engine and _is_refusal(error)):
+        if not is_repeated and not (self._waits_out_refusals and _is_refusal(error)):
             if not self._num_left:
                 return None
             self._num_left -= 1

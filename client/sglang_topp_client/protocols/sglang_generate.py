@@ -21,7 +21,6 @@ prompt `n` times.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +45,7 @@ from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS
 from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
 from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
 from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+    decode_chunk,
     parse_token_logprobs,
     read_weight_version,
 )
@@ -160,13 +160,8 @@ class StreamedExchange(ABC, Generic[_Result]):
                 )
             self.complete = True
             return []
-        try:
-            # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
-            chunk = json.loads(str(memoryview(line)[start:], "utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
-        if not isinstance(chunk, dict):
-            raise WireError("stream", f"got {type(chunk).__name__}, expected an object")
+        # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
+        chunk = decode_chunk(memoryview(line)[start:])
         if "error" in chunk:
             raise _reported_error(chunk["error"], self.prompts_field)
         return self._take(chunk)

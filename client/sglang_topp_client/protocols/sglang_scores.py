@@ -20,6 +20,7 @@ from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_
 from sglang_topp_client.codecs.json_fields import read_field
 from sglang_topp_client.protocols.sglang_generate import StreamedExchange
 from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
+    TokenLogprob,
     parse_token_logprobs,
     read_weight_version,
 )
@@ -90,19 +91,18 @@ class GenerateScoreExchange(StreamedExchange[Score]):
         )
 
 
-def _logprobs(entries: list[Any], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
+def _logprobs(entries: list[TokenLogprob], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
     """Return the log-probs of the tokens from `start` on, float32 [L - start], where L is `len(token_ids)`.
 
     `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
     `start - 1`, and has no log-prob.
     """
-    first = entries[0] if entries else None
-    if not isinstance(first, list) or not first or first[0] is not None:
+    if not entries or entries[0].logprob is not None:
         raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
     rest, as_reported = entries[1:], token_ids[start:].copy()
     for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
         # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id. The client does not know the
         # vocabulary's size, but in a sequence, only the largest id can be the vocabulary's last id.
-        if t < len(rest) and isinstance(rest[t], list) and rest[t][1:2] == [0]:
+        if t < len(rest) and rest[t].token_id == 0:
             as_reported[t] = 0
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")

@@ -29,7 +29,7 @@ empty set may have the sampled id `NO_TOKEN`. The column `weight_versions` holds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -42,7 +42,7 @@ from sglang_topp_client.argument_checks import is_text, whole_number
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_client.types.weight_spans import WeightSpans, spans_to_json
 
-__all__ = ["check_rollout", "num_bytes_of", "pyarrow", "schema", "to_rollouts", "to_table"]
+__all__ = ["check_rollout", "num_bytes_of", "pyarrow", "read_columns", "schema", "to_batch", "to_rollouts"]
 
 _MAX_ENTRIES = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
@@ -64,6 +64,7 @@ def pyarrow() -> Any:
     """
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyarrow":
@@ -171,8 +172,8 @@ def num_bytes_of(rollout: Rollout) -> int:
     return 4 * (num_tokens + num_candidates) + len(rollout.text)
 
 
-def to_table(rollouts: Sequence[Rollout]) -> Any:
-    """Convert rollouts to a `pyarrow.Table`.
+def to_batch(rollouts: Sequence[Rollout]) -> Any:
+    """Convert rollouts to a `pyarrow.RecordBatch`.
 
     `check_rollout` must accept each rollout. The rollouts must have fewer than 2^31 candidates in total.
     """
@@ -204,36 +205,109 @@ def to_table(rollouts: Sequence[Rollout]) -> Any:
         if field.name not in columns:
             values = [getattr(rollout, field.name) for rollout in rollouts]
             columns[field.name] = pa.array(values, field.type)
-    return pa.table([columns[field.name] for field in kinds], schema=kinds)
+    return pa.record_batch([columns[field.name] for field in kinds], schema=kinds)
 
 
-def to_rollouts(table: Any) -> Iterator[Rollout]:
-    """Yield the rollouts of a table that `to_table` made.
+def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollout]:
+    """Yield the rollouts of a `pyarrow.RecordBatch`.
 
-    Each rollout has its own copies of the arrays, so that a rollout does not keep the table in memory.
+    Each rollout has its own copies of the arrays, so that a rollout does not keep the batch in memory.
+
+    Args:
+        batch: the batch, which may have other columns too; see `read_columns`.
+        rows: the number of each row, for errors; counted from 0 if None.
 
     Raises:
-        InvalidInputError: a row does not hold a valid rollout.
+        InvalidInputError: a column cannot be read, or a row holds no valid rollout; the error names it.
     """
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    num_rows = len(table)
-    del table
+    columns = read_columns(batch, schema())
+    rows = range(len(batch)) if rows is None else rows
+    del batch
     prompt_ids, output_ids, logprobs = (_Lists(columns[name]) for name in _ARRAYS)
     sets, plain = _Sets(columns), (*_COUNTS, *_TEXTS, *_TEXTS_OR_NONE, "latency_s", "top_logprobs_p")
-    for row in range(num_rows):
+    for row, number in enumerate(rows):
         spans = columns["weight_versions"][row].as_py()
-        yield Rollout(
-            **{name: columns[name][row].as_py() for name in plain},
-            prompt_ids=prompt_ids[row],
-            output_ids=output_ids[row],
-            logprobs=logprobs[row],
-            candidates=sets.read(row, output_ids[row]),
-            weight_spans=None if spans is None else _spans(spans),
-            sampling_params=_params_from_json(columns["sampling_params"][row].as_py()),
-            appended_spans=tuple(
-                (span["start"], span["end"]) for span in columns["appended_spans"][row].as_py()
-            ),
-        )
+        try:
+            rollout = Rollout(
+                **{name: columns[name][row].as_py() for name in plain},
+                prompt_ids=prompt_ids[row],
+                output_ids=output_ids[row],
+                logprobs=logprobs[row],
+                candidates=sets.read(row, output_ids[row]),
+                weight_spans=None if spans is None else _spans(spans),
+                sampling_params=_params_from_json(columns["sampling_params"][row].as_py()),
+                appended_spans=tuple(
+                    (span["start"], span["end"]) for span in columns["appended_spans"][row].as_py()
+                ),
+            )
+            check_rollout(rollout)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"rollout {number}: {error}") from error
+        yield rollout
+
+
+def read_columns(batch: Any, fields: Iterable[Any]) -> dict[str, Any]:
+    """Return the columns of a `pyarrow.RecordBatch` that `fields` names, with the types of the fields.
+
+    A program that rewrites a file may store the same values with other types: pandas stores wider integers,
+    and Polars large lists. Such columns are cast if every value stays the same.
+
+    Raises:
+        InvalidInputError: the batch lacks a column, or a column cannot be cast; the error names the column.
+    """
+    columns = {}
+    for field in fields:
+        if field.name not in batch.schema.names:
+            raise InvalidInputError(f"{field.name}: got no such column, expected {field.type}")
+        try:
+            columns[field.name] = _cast(field, batch.column(field.name))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{field.name}: {error}") from None
+    return columns
+
+
+def _cast(field: Any, column: Any) -> Any:
+    """Return a column with the type of `field`, or raise InvalidInputError if a value would change."""
+    pa, kind = pyarrow(), field.type
+    if not field.nullable and column.null_count:
+        raise InvalidInputError(f"got null, expected {kind}")
+    if column.type == kind:
+        return column
+    if pa.types.is_null(column.type):
+        return pa.nulls(len(column), kind)
+    if pa.types.is_dictionary(column.type):
+        return _cast(field, column.dictionary_decode())
+    refused = InvalidInputError(f"got {column.type}, expected {kind}")
+    if pa.types.is_list(kind) and hasattr(column.type, "value_field"):
+        lengths = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+        values = _cast(kind.value_field, pa.compute.list_flatten(column))
+        return _cut(pa, lengths, values, column.is_null() if column.null_count else None)
+    if pa.types.is_struct(kind) and pa.types.is_struct(column.type):
+        if missing := {one.name for one in kind} - {one.name for one in column.type}:
+            raise InvalidInputError(f"got no {min(missing)}, expected {kind}")
+        values = [_cast(one, pa.compute.struct_field(column, one.name)) for one in kind]
+        return pa.StructArray.from_arrays(values, fields=list(kind))
+    if (family := _family(kind)) is None or family != _family(column.type):
+        raise refused
+    try:
+        cast = column.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise InvalidInputError(f"{refused}: {error}") from None
+    # Arrow checks casts of integers and text, but rounds a double silently.
+    if family == "number" and not np.array_equal(
+        cast.drop_null().to_numpy(), column.drop_null().to_numpy(), equal_nan=True
+    ):
+        raise InvalidInputError(f"{refused}: a value would change")
+    return cast
+
+
+def _family(kind: Any) -> str | None:
+    """Return which other types can hold the values of an Arrow type."""
+    types = pyarrow().types
+    if types.is_integer(kind) or types.is_floating(kind):
+        return "number"
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return "text" if is_text else None
 
 
 class _Lists:
@@ -316,10 +390,10 @@ def _with_offsets(pa: Any, rows: Sequence[NDArray[Any] | None], values: Any) -> 
 
 
 def _cut(pa: Any, lengths: NDArray[np.int64], values: Any, mask: Any = None) -> Any:
-    offsets = np.zeros(len(lengths) + 1, np.int32)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     kind = pa.list_(pa.field("element", values.type, nullable=False))
-    return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind, mask=mask)
 
 
 def _other_sampled_ids(rollout: Rollout) -> NDArray[np.int32] | None:

@@ -1,28 +1,37 @@
 """Save rollouts to Parquet files and load them. Needs pyarrow (`sglang-topp[data]`).
 
-`save_rollouts` and `RolloutWriter` create each file under a hidden name that ends in `.tmp`, sync the file to
-disk, and rename it. A file therefore appears under its final name only once the file is complete and on disk.
-Parquet's checksums cover the file's pages. `rollout_columns.py` lists the columns.
+A file appears under its name only once it is complete and on disk (`parquet_files.py`). Parquet's checksums
+cover its pages. `rollout_columns.py` lists the columns.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client.argument_checks import whole_number
-from sglang_topp_client.storage.atomic_parquet_file import AtomicParquetFile, sync_directory
+from sglang_topp_client.storage.parquet_files import (
+    PART_NAME,
+    check_new,
+    files_of,
+    new_parquet_file,
+    read_batches,
+    reading,
+    sync_directory,
+)
 from sglang_topp_client.storage.rollout_columns import (
     check_rollout,
     num_bytes_of,
     pyarrow,
+    schema,
+    to_batch,
+    to_rollouts,
 )
-from sglang_topp_client.storage.rollout_reader import PART_NAME, files_of, load_rows
 
 if TYPE_CHECKING:
     from sglang_topp_client.types.rollout import Rollout
@@ -33,19 +42,23 @@ _Path: TypeAlias = "str | os.PathLike[str]"
 _MAX_GROUP_BYTES = 1 << 26
 
 
-def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256) -> None:
-    """Write rollouts to one new Parquet file.
+def save_rollouts(
+    path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256, overwrite: bool = False
+) -> None:
+    """Write rollouts to one Parquet file.
 
     The file appears under the name `path` only once all rollouts are in the file. If iterating over
     `rollouts` raises an error, no file is written. To keep the rollouts that came before the error, use
     `RolloutWriter`.
 
     Args:
-        path: the file, which must not exist yet.
-        rollouts: any number of rollouts. The iterable is consumed one rollout at a time.
-        row_group_size: the maximum number of rollouts in a Parquet row group. `save_rollouts` and
-            `load_rollouts` hold one row group in memory. A row group also ends if the next rollout would
-            increase the row group's size beyond 64 MiB.
+        path: the file.
+        rollouts: any number of rollouts. The iterable is consumed one rollout at a time, after `path` was
+            checked: with `save_rollouts(path, client.stream(...))`, a wrong path costs no work.
+        row_group_size: the maximum number of rollouts in a Parquet row group. `save_rollouts` holds one row
+            group in memory. A row group also ends if the next rollout would increase the row group's size
+            beyond 64 MiB.
+        overwrite: whether to replace a file that exists. If False, such a `path` raises InvalidInputError.
 
     Raises:
         InvalidInputError: `path` already exists; an array does not have the dtype or the length that the
@@ -57,38 +70,44 @@ def save_rollouts(path: _Path, rollouts: Iterable[Rollout], *, row_group_size: i
     pyarrow()
     whole_number("row_group_size", row_group_size, 1)
     path = Path(path)
-    if path.exists():
-        raise InvalidInputError(f"{path}: got a path that exists, expected a new file")
-    with AtomicParquetFile(path) as file:
+    check_new(path, overwrite=overwrite)
+    with new_parquet_file(path, schema()) as write:
         group = _Group(row_group_size)
         for rollout in rollouts:
             check_rollout(rollout)
-            if not group.has_room_for(rollout):
-                file.write(group.take())
+            if group.is_full or not group.has_room_for(rollout):
+                write(to_batch(group.take()))
             group.add(rollout)
-            if group.is_full:
-                file.write(group.take())
-        file.write(group.take())
+        if group.rollouts:
+            write(to_batch(group.take()))
 
 
 def load_rollouts(path: _Path) -> Iterator[Rollout]:
     """Yield the rollouts of a file, or of a directory written by `RolloutWriter`, in the order of writing.
 
-    Every field is restored bit for bit. The returned iterator holds one row group in memory at a time.
+    Every field is restored bit for bit. The returned iterator holds up to 256 rollouts in memory at a time.
     Another process may write to the directory at the same time. The iterator yields only the rollouts of
     files that existed when `load_rollouts` was called.
 
+    A file that another program rewrote, such as DuckDB, pandas, Polars, or `datasets`, may have other columns
+    in addition, and may store the same values with other types.
+
     Raises:
-        WireError: a file was altered or truncated, or does not hold rollouts; the error names the file. The
-            rollouts yielded before the error are valid.
+        WireError: a file was altered or truncated, or does not hold rollouts; the error names the file, and
+            the first column that cannot be read. The rollouts yielded before the error are valid.
         OSError: the path cannot be read.
         ModuleNotFoundError: pyarrow is not installed.
     """
-    pyarrow()
     # List the files before the generator starts, so that `load_rollouts` itself raises the error for a wrong
     # path. If the generator listed the files, the error would wait until the caller takes the first rollout.
-    files = files_of(path)
-    return (rollout for file in files for _, rollout, _ in load_rows(file))
+    pyarrow()
+    return _load(files_of(path))
+
+
+def _load(files: Sequence[str]) -> Iterator[Rollout]:
+    for path, rows, batch in read_batches(files, schema().names):
+        with reading(path):
+            yield from to_rollouts(batch, rows)
 
 
 class RolloutWriter:
@@ -186,8 +205,8 @@ class RolloutWriter:
         # If this write fails, the next `flush` reuses the part number and the file name, so that no rollout
         # is stored twice.
         name = f"part-{self._next_number:06}-{self._suffix}.parquet"
-        with AtomicParquetFile(Path(self.path, name)) as file:
-            file.write(self._group.rollouts)
+        with new_parquet_file(Path(self.path, name), schema()) as write:
+            write(to_batch(self._group.rollouts))
         self._num_rollouts += len(self._group.take())
         self._next_number += 1
 

@@ -15,14 +15,18 @@ connection. With many idle connections, this takes quadratic time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
 import math
+import os
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ssl import SSLContext
@@ -52,7 +56,7 @@ from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 from sglang_topp_client.transport.trace_context import trace_headers
 
-__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url"]
+__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url", "server_urls"]
 
 _CONNECT_TIMEOUT_S = 10.0
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
@@ -63,6 +67,9 @@ _KEEPALIVE_S = 3.0
 # `bytes`.
 _MAX_BYTES_BODY = 1 << 20
 _MAX_ERROR_BYTES = 1 << 16
+# A blocked event loop fires a timer late, and would then take an answer that has long arrived for a timeout.
+# `is_answering` therefore waits in so many steps. In each step the loop reads what has arrived.
+_PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
 _FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
 
@@ -119,6 +126,24 @@ def check_key(name: str, key: Any) -> None:
         )
 
 
+def server_urls(name: str, urls: Any) -> list[str]:
+    """Check the URLs, and return them as a list with one URL per server.
+
+    Raises:
+        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
+    """
+    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
+        urls = [urls]
+    if not urls:
+        raise InvalidInputError(f"{name}: got none, expected at least one")
+    for url in urls:
+        check_url(name, url)
+    plain = [url.rstrip("/") for url in urls]
+    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
+        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
+    return list(urls)
+
+
 def check_url(name: str, value: Any) -> None:
     """Raise InvalidInputError unless `value` is the http(s) address of a server."""
     if not isinstance(value, str):
@@ -140,7 +165,7 @@ class HttpClient:
     """An HTTP client of one server, for the event loop in which it was created.
 
     When `asyncio.run` shuts down the event loop, the client closes its connections, so that no socket stays
-    open.
+    open. A forked process cannot use them, and leaves them to its parent.
 
     Args:
         config: the server's connection settings.
@@ -159,6 +184,9 @@ class HttpClient:
         self._limit = LongMessageSlots(max_long_messages)
         self._session: aiohttp.ClientSession | None = None
         self._closer: AsyncGenerator[None, None] | None = None
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_of_parent = False
+        _all.add(self)
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -255,14 +283,24 @@ class HttpClient:
         Also return True if the connection fails within `timeout_s`, because a failed connection does not show
         that the server hangs. A server that is shutting down refuses new connections, but still finishes its
         earlier requests.
+
+        `timeout_s` counts only the time in which the event loop could read an answer. A caller that blocks
+        the loop for an hour, for example with a training step, uses up a tenth of `timeout_s`.
         """
+        answer = asyncio.ensure_future(self._has_headers(path))
         try:
-            async with asyncio.timeout(timeout_s), self._send("GET", path, None, {}):
-                return True
-        except TimeoutError:
+            for _ in range(_PROBE_WAITS):
+                if (await asyncio.wait([answer], timeout=timeout_s / _PROBE_WAITS))[0]:
+                    return True
             return False
-        except (aiohttp.ClientError, OSError):
-            return True
+        finally:
+            answer.cancel()
+            await asyncio.wait([answer])
+
+    async def _has_headers(self, path: str) -> None:
+        with suppress(aiohttp.ClientError, OSError):
+            async with self._send("GET", path, None, {}):
+                pass
 
     @asynccontextmanager
     async def _send(
@@ -288,12 +326,17 @@ class HttpClient:
             response.release()
 
     async def _open(self) -> aiohttp.ClientSession:
+        if self._is_of_parent:
+            raise TransportError(
+                f"{self._base_url}: this event loop belongs to the process that forked this one; use the"
+                " client on an event loop of this process"
+            )
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
+                connector=_Connector(
                     limit=0,
                     keepalive_timeout=_KEEPALIVE_S,
-                    socket_factory=_keepalive_socket,
+                    socket_factory=self._keepalive_socket,
                     ssl=True if self._ssl is None else self._ssl,
                 ),
                 timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
@@ -307,6 +350,55 @@ class HttpClient:
             await anext(self._closer)
         return self._session
 
+    def _keepalive_socket(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, protocol, *_ = address
+        made = socket.socket(family, kind, protocol)
+        for option in _SOCKET_OPTIONS:
+            made.setsockopt(*option)
+        self._sockets.add(made)
+        return made
+
+    def _leave_to_parent(self, nowhere: int) -> None:
+        """In a forked process, replace this process's copies of the sockets by the file `nowhere`.
+
+        Whatever later happens to the objects of aiohttp and asyncio in this process then reaches neither the
+        connections nor the parent's epoll, which the processes share: a selector ignores that the file is not
+        registered.
+        """
+        self._is_of_parent = True
+        for each in list(self._sockets):
+            if each.fileno() >= 0:
+                os.dup2(nowhere, each.fileno(), inheritable=False)
+        if self._session is not None:
+            self._session.detach()
+
+
+_all: weakref.WeakSet[HttpClient] = weakref.WeakSet()
+
+
+def _leave_connections_to_parent() -> None:
+    if clients := list(_all):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for client in clients:
+            client._leave_to_parent(nowhere)
+        os.close(nowhere)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_connections_to_parent)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A connector that a forked process destroys without a word, because the connections are its parent's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._pid = os.getpid()
+
+    def __del__(self, _warnings: Any = warnings) -> None:
+        if self._pid == os.getpid():
+            super().__del__(_warnings)
+
 
 async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
     try:
@@ -315,14 +407,6 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         await session.close()
         # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
         await asyncio.sleep(0)
-
-
-def _keepalive_socket(address: tuple[Any, ...]) -> socket.socket:
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    for option in _SOCKET_OPTIONS:
-        made.setsockopt(*option)
-    return made
 
 
 def _media_type(response: aiohttp.ClientResponse) -> str:
@@ -358,6 +442,12 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
             # message tells the user why the retried call takes long.
             _log.warning("%s: %s", url, sentence)
             raise FileLimitError(f"{url}: {sentence}") from error
+        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+            raise TransportError(
+                f"{url}: nothing listens at {error.host}:{error.port} (connection refused); start one,"
+                f" for example with `sglang-topp serve --model-path MODEL --port {error.port}`, or give"
+                " the address of a server that runs"
+            ) from error
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             raise TransportError(
                 f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in"

@@ -21,17 +21,15 @@ _T = TypeVar("_T")
 class LoopThread:
     """A background thread with an event loop.
 
-    The first call of `run` starts the thread. In a forked process, the next call of `run` starts a new
-    thread, because a fork does not copy threads. The thread ends when `stop` is called, when the LoopThread
-    is garbage-collected, or when the interpreter exits.
+    The first call of `run` starts the thread. A forked process has no copy of it, so there the next call of
+    `run` starts a new one. The thread ends when `stop` is called, when the LoopThread is garbage-collected,
+    or when the interpreter exits.
     """
 
     def __init__(self) -> None:
-        # The lock is reentrant, because a thread that holds the lock may call `run`. For example, the garbage
-        # collector runs on this thread and closes a client's generator. The generator then calls `run`.
-        self._lock = threading.RLock()
         self._running: _Running | None = None
-        self._pid = os.getpid()
+        self._renew_lock()
+        _all.add(self)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run `coroutine` on the background event loop, wait until it ends, and return its result.
@@ -40,6 +38,7 @@ class LoopThread:
         waits until the coroutine ends.
 
         Raises:
+            RequestError: the caller is the background thread, which would wait for itself.
             TransportError: the thread or its loop could not start, for example because no file descriptor is
                 left.
         """
@@ -73,39 +72,51 @@ class LoopThread:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the current thread can wait for a result of the background event loop.
-
-        Waiting works only if the loop's thread is running, and is not the current thread.
-        """
+        """Whether the background thread runs, and the current thread can wait for it."""
         running = self._running
-        return (
-            running is not None
-            and self._pid == os.getpid()
-            and not running.loop.is_closed()
-            and threading.current_thread() is not running.thread
-        )
+        return running is not None and not running.loop.is_closed() and not _is_loop_thread()
 
-    def stop(self) -> None:
-        """End the background thread. The next call of `run` starts a new thread."""
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """End the background thread, and wait until it has ended. The next call of `run` starts a new one.
+
+        The garbage collector may call this method on a background thread, to finalize an object of the
+        caller. There, the method does not wait: threads that wait for themselves or each other never end.
+
+        Args:
+            last: makes a coroutine that runs before the event loop ends. It is not called if no thread runs.
+        """
         with self._lock:
             running, self._running = self._running, None
-            if running is None:
-                return
-            running.end()
+        if running is None:
+            return
         running.finalizer.detach()
-        running.join()
+        ended = running.end(last)
+        if not _is_loop_thread():
+            running.join()
+            ended.result()
 
     def _call(self, callback: Callable[[], None]) -> asyncio.AbstractEventLoop:
         """Schedule `callback` on the background event loop, and return the loop."""
         # Without the lock, another thread's `stop` could end the loop before `callback` is scheduled. A loop
         # that has ended would never run `callback`.
         with self._lock:
-            if self._running is None or self._pid != os.getpid():
-                self._pid = os.getpid()
-                self._running = _Running()
-                self._running.finalizer = weakref.finalize(self, self._running.stop)
-            self._running.loop.call_soon_threadsafe(callback)
-            return self._running.loop
+            running = self._running
+            if running is None:
+                running = _Running()
+                running.finalizer = weakref.finalize(self, running.stop)
+                self._running = running
+            if threading.current_thread() is running.thread:
+                raise RequestError(
+                    "a client was called on its own background thread, which would wait for itself; a"
+                    " finalizer (__del__) may only close the client"
+                )
+            running.loop.call_soon_threadsafe(callback)
+            return running.loop
+
+    def _renew_lock(self) -> None:
+        # The lock is reentrant, because the garbage collector may run while the lock is held, and close a
+        # generator or a client of the caller.
+        self._lock = threading.RLock()
 
 
 class _Running:
@@ -135,7 +146,7 @@ class _Running:
                 lifetime.close()
                 ready.set_exception(error)
 
-        self.thread = threading.Thread(target=run, name="sglang-topp-client", daemon=True)
+        self.thread = _Thread(target=run, name="sglang-topp-client", daemon=True)
         try:
             self.thread.start()
             self.loop = ready.result()
@@ -146,12 +157,56 @@ class _Running:
     def stop(self) -> None:
         """Cancel all tasks of the event loop, end the loop, and wait until the thread ends."""
         if not self.loop.is_closed():
-            self.end()
+            self.end(None)
             self.join()
 
-    def end(self) -> None:
-        self.loop.call_soon_threadsafe(self._end.set)
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> Future[None]:
+        """End the event loop after the coroutine that `last` makes, and return the coroutine's future."""
+        ended: Future[None] = Future()
+
+        async def finish() -> None:
+            try:
+                if last is not None:
+                    await last()
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+            finally:
+                self._end.set()
+
+        def begin() -> None:
+            self._last = asyncio.get_running_loop().create_task(finish())
+
+        self.loop.call_soon_threadsafe(begin)
+        return ended
 
     def join(self) -> None:
-        if threading.current_thread() is not self.thread:
+        if not _is_loop_thread():
             self.thread.join()
+
+
+class _Thread(threading.Thread):
+    """The thread of a LoopThread."""
+
+
+def _is_loop_thread() -> bool:
+    return isinstance(threading.current_thread(), _Thread)
+
+
+_all: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+_of_parent: list[_Running] = []
+
+
+def _forget_threads_of_parent() -> None:
+    """In a forked process, forget the parent's threads, and the locks that these threads may hold."""
+    for owner in list(_all):
+        owner._renew_lock()
+        if owner._running is not None:
+            owner._running.finalizer.detach()
+            # Destroying the parent's event loop would change the epoll that the processes share.
+            _of_parent.append(owner._running)
+            owner._running = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads_of_parent)

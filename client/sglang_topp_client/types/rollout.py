@@ -106,6 +106,8 @@ class Rollout:
     def loss_mask(self) -> NDArray[np.int8]:
         """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended.
 
+        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
+
         The mask is also 0 for a generated token with an empty candidate set. Pass the mask to
         `sglang_topp.batch.collate_rl`, which collates samples into a training batch.
         """

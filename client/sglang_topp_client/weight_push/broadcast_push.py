@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_topp.errors import SglangToppError, TransportError
-from sglang_topp_client.weight_push.engine_control import EngineControl
-from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.engine_control import EngineControl, Outcomes, begin_updates, on_each
 from sglang_topp_client.weight_push.tensors_to_push import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
@@ -42,9 +41,9 @@ async def push_broadcasts(
         version: the weight version of the pushed tensors.
         timeout_s: the time limit of each collective operation.
     """
-    outcomes = await on_each(engines, EngineControl.begin_update)
-    if (first := next((error for error in outcomes if error is not None), None)) is not None:
-        return [error or first for error in outcomes]
+    outcomes = await begin_updates(engines)
+    if any(outcomes):
+        return outcomes
     group = _Group(engines, timeout_s)
     try:
         await group.broadcast(parts, version)

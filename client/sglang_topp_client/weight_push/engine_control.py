@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeAlias
+from urllib.parse import quote
 
-from sglang_topp.errors import BadRequestError, InvalidInputError, ServerError, WireError, describe
+from sglang_topp.errors import (
+    BadRequestError,
+    InvalidInputError,
+    OverloadedError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+    WireError,
+    describe,
+)
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
 from sglang_topp_client.transport.long_message_slots import UNLIMITED
+from sglang_topp_client.weight_push.tensor_check import CheckpointTensors
 
-__all__ = ["PAUSE_MODES", "TRANSPORTS", "EngineControl", "PauseMode", "Transport"]
+__all__ = [
+    "PAUSE_MODES",
+    "TRANSPORTS",
+    "EngineControl",
+    "NotLoadedError",
+    "Outcomes",
+    "PauseMode",
+    "Transport",
+    "begin_updates",
+    "on_each",
+]
 
 PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
 PAUSE_MODES = ("retract", "abort", "in_place")
@@ -18,6 +41,28 @@ TRANSPORTS = ("disk", "tensor", "distributed")
 # How many seconds a flush of the KV cache waits for aborted requests to leave SGLang's scheduler. The
 # scheduler removes an aborted request within a few scheduling steps.
 _ABORTED_LEAVE_S = 30
+
+# A step that may be repeated is tried again after these delays.
+_RETRY_DELAYS_S = (0.25, 1.0, 4.0)
+
+_CHECKPOINT_TENSORS = "/sglang_topp/checkpoint_tensors"
+
+# SGLang's messages for an update from a folder that failed before SGLang loaded a tensor.
+_NOT_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
+
+Outcomes: TypeAlias = list[SglangToppError | None]
+"""The outcome of one step, such as a pause or an update, on each engine, in the order of the engines.
+
+If the step succeeded on an engine, the engine's outcome is None. Otherwise, the outcome is the error.
+"""
+
+
+class NotLoadedError(SglangToppError):
+    """An engine failed an update before it loaded a tensor, so it still has all of its old weights."""
+
+    def __init__(self, cause: SglangToppError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class EngineControl:
@@ -31,11 +76,17 @@ class EngineControl:
     Attributes:
         tp_size: the engine's number of tensor-parallel ranks; 1 until `check` has read the number from the
             server. With the transport `"disk"`, `check` does not read this number, and `tp_size` stays 1.
+        was_paused: whether the engine was paused when `check` asked it.
+        tensors: the tensors that the engine loads, which `check` reads.
     """
+
+    tensors: CheckpointTensors
 
     def __init__(self, config: ServerConfig, timeout_s: float, via: Transport = "disk") -> None:
         self.base_url = config.base_url
         self.tp_size = 1
+        self.was_paused = True
+        self._has_draft = False
         self._via = via
         self._is_updating = False
         self._http = HttpClient(config, UNLIMITED)
@@ -47,12 +98,12 @@ class EngineControl:
         A sidecar or a gateway is not an engine.
 
         Raises:
-            InvalidInputError: the server is not an engine, or the transport cannot send weights to all ranks
-                of the engine.
+            InvalidInputError: the server is not an engine with sglang-topp, its checkpoint cannot be read, or
+                the transport cannot send weights to all ranks of the engine.
             SglangToppError: the server does not answer, or rejects the client's API key.
         """
         try:
-            info = await self._http.request_json("GET", "/server_info", timeout_s=self._timeout_s)
+            info = await self._repeat("GET", "/server_info")
         except BadRequestError as error:
             if error.status not in (404, 405):
                 raise
@@ -62,6 +113,15 @@ class EngineControl:
                 f"engine_url: {self.base_url} has no /server_info of SGLang, expected an engine; sidecars and"
                 " gateways pass no weights on, so name the engines behind them"
             )
+        if not isinstance(plugin := info.get("sglang_topp"), dict):
+            raise InvalidInputError(
+                f"engine_url: {self.base_url} runs SGLang without sglang-topp, expected an engine with it; it"
+                " says which tensors the engine loads"
+            )
+        # An engine that does not say whether it is paused counts as paused, so that nothing continues it.
+        self.was_paused = plugin.get("is_paused") is not False
+        self._has_draft = info.get("speculative_algorithm") is not None
+        self.tensors = await self.checkpoint_tensors()
         if self._via == "disk":
             return
         self.tp_size = _rank_count(info, "tp_size")
@@ -72,16 +132,31 @@ class EngineControl:
                     " via='disk'"
                 )
 
+    async def checkpoint_tensors(self, path: str | None = None) -> CheckpointTensors:
+        """Return the tensors of the checkpoint at `path`, or of the one that the engine was started with.
+
+        Raises:
+            InvalidInputError: the engine cannot read the checkpoint.
+            SglangToppError: the request failed.
+        """
+        query = "" if path is None else f"?model_path={quote(path, safe='')}"
+        try:
+            return CheckpointTensors.from_json(await self._repeat("GET", _CHECKPOINT_TENSORS + query))
+        except BadRequestError as error:
+            raise InvalidInputError(
+                f"{'engine_url' if path is None else 'weights'}: {self.base_url}: {error}"
+            ) from error
+
     async def pause(self, mode: PauseMode) -> None:
         """Stop generation. The mode `"abort"` ends the requests in flight.
 
         In the modes `"retract"` and `"in_place"`, the requests in flight wait until the engine continues.
         """
-        await self._post("/pause_generation", {"mode": mode})
+        await self._repeat("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
         """Continue generation."""
-        await self._post("/continue_generation", {})
+        await self._repeat("POST", "/continue_generation", {})
 
     async def flush_cache(self, mode: PauseMode) -> None:
         """Free the KV cache of a paused engine.
@@ -95,7 +170,7 @@ class EngineControl:
         # In the mode "retract", the scheduler is paused and never checks the timeout.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
-            await self._http.request("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
+            await self._repeat("POST", path, is_json=False, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
         except BadRequestError as error:
             raise BadRequestError(
                 f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests"
@@ -110,14 +185,22 @@ class EngineControl:
         """Tell the engine to load the weights from the folder `path`, which the engine must be able to read.
 
         Raises:
+            NotLoadedError: the engine could not read the folder, and has its old weights.
             SglangToppError: the update failed, and the engine's weights are unknown. SGLang's error message
                 claims a rollback to the original weights. In fact, SGLang loads the new folder again.
         """
         # The update request must not ask SGLang to flush the KV cache, because SGLang before 0.5.22 exits if
-        # a flush within an update fails. `push_to_fleet` flushes the cache in separate requests, before and
+        # a flush within an update fails. `WeightPusher` flushes the cache in separate requests, before and
         # after the update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
-        await self._update("/update_weights_from_disk", body)
+        try:
+            await self._update("/update_weights_from_disk", body)
+        except BadRequestError as error:
+            # SGLang joins the messages of data-parallel ranks. It loads a draft model after the target.
+            messages = str(error).partition(f"HTTP {error.status}: ")[2].split(" | ")
+            if not self._has_draft and all(each.startswith(_NOT_LOADED) for each in messages):
+                raise NotLoadedError(error) from error
+            raise
 
     async def begin_update(self) -> None:
         """Begin an update session, which lasts from `/begin_weight_update` to `/end_weight_update`.
@@ -187,6 +270,56 @@ class EngineControl:
 
     async def _post(self, path: str, body: dict[str, Any] | bytes) -> Any:
         return await self._http.request_json("POST", path, body, timeout_s=self._timeout_s)
+
+    async def _repeat(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        is_json: bool = True,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send a request that may be repeated, and repeat it after a failure that may pass."""
+        send = self._http.request_json if is_json else self._http.request
+        deadline = asyncio.get_running_loop().time() + (timeout_s or self._timeout_s)
+        for delay_s in (*_RETRY_DELAYS_S, None):
+            left_s = deadline - asyncio.get_running_loop().time()
+            try:
+                return await send(method, path, body, timeout_s=max(left_s, 0.001))
+            except (ServerError, OverloadedError, TransportError):
+                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
+                    raise
+            await asyncio.sleep(delay_s)
+        raise AssertionError
+
+
+async def on_each(
+    engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
+) -> Outcomes:
+    """Run `step` on all engines at once, and return the outcome of each engine.
+
+    An outcome is None or the SglangToppError that `step` raised. If `step` raises an exception of another
+    class, `on_each` raises the same exception.
+    """
+
+    async def outcome(engine: EngineControl) -> SglangToppError | None:
+        try:
+            await step(engine)
+        except SglangToppError as error:
+            return error
+        return None
+
+    return await asyncio.gather(*map(outcome, engines))
+
+
+async def begin_updates(engines: Sequence[EngineControl]) -> Outcomes:
+    """Begin an update session on every engine, or on none, and return the outcome of each engine."""
+    outcomes = await on_each(engines, EngineControl.begin_update)
+    if (first := next((error for error in outcomes if error is not None), None)) is None:
+        return outcomes
+    ends = await on_each(engines, EngineControl.end_update)
+    return [end or NotLoadedError(error or first) for error, end in zip(outcomes, ends, strict=True)]
 
 
 def _rank_count(info: dict[str, Any], name: str) -> int:

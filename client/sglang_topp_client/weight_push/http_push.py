@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pybase64
 
-from sglang_topp_client.weight_push.engine_control import EngineControl
-from sglang_topp_client.weight_push.fleet_push import Outcomes, on_each
+from sglang_topp_client.weight_push.engine_control import EngineControl, Outcomes, begin_updates, on_each
 from sglang_topp_client.weight_push.tensors_to_push import Bucket
 
 __all__ = ["push_tensors"]
@@ -26,7 +25,9 @@ async def push_tensors(engines: Sequence[EngineControl], parts: Iterator[Bucket]
         parts: the tensors of the whole model, in buckets.
         version: the weight version that the engines report after the push.
     """
-    outcomes = await on_each(engines, EngineControl.begin_update)
+    outcomes = await begin_updates(engines)
+    if any(outcomes):
+        return outcomes
     bodies = _bodies(parts, version, {engine.tp_size for engine in engines})
     while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
         await _send_to_healthy(engines, outcomes, body_of)

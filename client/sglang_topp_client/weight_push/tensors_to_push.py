@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.weight_push.checkpoint_folder import check_model
+from sglang_topp_client.weight_push.tensor_check import TensorCheck
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +16,73 @@ NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
 """`(tensors, is_last)`: consecutive tensors of a model, and whether they are the model's last tensors."""
 
-__all__ = ["MAX_BUCKET_BYTES", "Bucket", "NamedTensor", "buckets", "check_model_or_tensors", "named_tensors"]
+__all__ = [
+    "MAX_BUCKET_BYTES",
+    "Bucket",
+    "NamedTensor",
+    "TensorsToPush",
+    "buckets",
+    "check_model_or_tensors",
+    "named_tensors",
+    "tensors_as_saved",
+]
 
 MAX_BUCKET_BYTES = 128 * 2**20
 """The maximum size of a bucket in bytes. The maximum limits the memory that a weight push takes.
 
 A tensor above this size forms its own bucket.
 """
+
+
+class TensorsToPush:
+    """The tensors of one push, in buckets.
+
+    Wrong weights raise an error before any engine is paused, so the constructor reads the weights: whole if
+    they are a model, a mapping, or a sequence, else one bucket.
+
+    Args:
+        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`.
+
+    Raises:
+        InvalidInputError: there are no tensors, or one that was read is not a pair of a name and a tensor.
+    """
+
+    def __init__(self, weights: Any) -> None:
+        named = named_tensors(weights)
+        self._is_lazy = not hasattr(weights, "state_dict") and not isinstance(weights, Mapping | Sequence)
+        self._known = [] if self._is_lazy else list(named)
+        self._rest = buckets(named if self._is_lazy else self._known)
+        self._first = next(self._rest)
+        self._check: TensorCheck | None = None
+
+    def check(self, check: TensorCheck) -> None:
+        """Compare the tensors with those that the engines load.
+
+        If only the first bucket is known, `parts` checks each later bucket before it yields the bucket.
+
+        Raises:
+            InvalidInputError: a tensor does not fit, or tensors are missing.
+        """
+        _check_bucket(check, *(self._first if self._is_lazy else (self._known, True)))
+        self._check = check if self._is_lazy else None
+
+    def parts(self) -> Iterator[Bucket]:
+        """Yield the buckets.
+
+        Raises:
+            InvalidInputError: an entry of an iterator is not a pair of a name and a tensor, or does not fit.
+        """
+        yield self._first
+        for bucket, is_last in self._rest:
+            if self._check is not None:
+                _check_bucket(self._check, bucket, is_last)
+            yield bucket, is_last
+
+
+def _check_bucket(check: TensorCheck, bucket: Iterable[NamedTensor], is_last: bool) -> None:
+    check.add((name, tensor.shape) for name, tensor in bucket)
+    if is_last:
+        check.finish()
 
 
 def check_model_or_tensors(weights: Any) -> None:
@@ -53,7 +114,7 @@ def named_tensors(weights: Any) -> Iterator[NamedTensor]:
     import torch
 
     if callable(getattr(weights, "state_dict", None)):
-        weights = _as_saved(weights)
+        weights = tensors_as_saved(weights, weights.state_dict())
     for entry in weights.items() if isinstance(weights, Mapping) else weights:
         name, tensor = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -91,14 +152,20 @@ def buckets(tensors: Iterable[NamedTensor]) -> Iterator[Bucket]:
     yield bucket, True
 
 
-def _as_saved(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `save_pretrained` would write, under the same names."""
+def tensors_as_saved(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that `save_pretrained` would write, under the same names.
+
+    Args:
+        model: a transformers model.
+        state_dict: the model's tensors. If a parallel wrapper gathered them, tied weights may be copies.
+    """
     state: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    for name, tensor in model.state_dict().items():
-        # Tied weights are one tensor under several names. A checkpoint stores a tied tensor only under the
-        # first of its names.
+    # Tied weights are one tensor under several names. A checkpoint stores a tied tensor only under the first
+    # of its names. transformers before version 5 does not list them.
+    ignored = {*ignored, *(getattr(model, "all_tied_weights_keys", None) or ())}
+    for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         is_tied = bool(tensor.numel()) and not tensor.is_meta and place in seen
         seen.add(place)

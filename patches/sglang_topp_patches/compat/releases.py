@@ -1,9 +1,8 @@
-"""List the SGLang releases that the patch set supports, and the features that it refuses with each release.
+"""List the SGLang releases that are supported, and the features that each of them cannot serve.
 
-No other module looks up SGLang's release number. For each release, `RELEASES` holds an adapter to SGLang's
-internals, the list of seams, and the features that the patch set refuses. A seam is an SGLang function that
-the hooks wrap or call. The patch set refuses an unlisted release even if the signatures of all seams match. A
-signature does not show how a release defines its log-probs.
+What a hook says of itself is not repeated here (`hooks`). No other module looks up SGLang's release
+number. Candidate sets are refused on an unlisted release even if the signatures of all hooked functions
+match, because a signature does not show how a release defines its log-probs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from sglang_topp_patches.compat import seams
 from sglang_topp_patches.compat.internals.interface import Internals
 from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import (
     Sglang0512,
@@ -30,7 +28,6 @@ from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import (
     Sglang0521,
     Sglang0523,
 )
-from sglang_topp_patches.compat.seams import Seam
 
 __all__ = ["RELEASES", "UNLISTED", "Feature", "Release", "installed", "internals", "refused"]
 
@@ -57,42 +54,12 @@ class Release:
 
     Attributes:
         internals: the adapter to the release's internals.
-        seams: the SGLang functions that the hooks wrap or call in this release.
         refused: the features that the patch set refuses with this release, each with the reason.
     """
 
     internals: Internals
-    seams: tuple[Seam, ...]
     refused: Mapping[Feature, str] = field(default_factory=dict)
 
-
-_ALL = (*seams.COMMON, *seams.IN_PROCESS, *seams.OPENAI, *seams.DISAGGREGATION)
-
-_WITH_AUXILIARY_OUTPUT = (
-    *_ALL,
-    *seams.GRPC,
-    *seams.STREAMER,
-    *seams.LOGPROB_PROCESSORS,
-    *seams.NORMALIZER,
-    *seams.SEND_WITH_STATE,
-    *seams.WEIGHT_PUSHES,
-    *seams.WEIGHT_VERSIONS,
-    *seams.AUXILIARY_OUTPUT,
-)
-_BEFORE_AUXILIARY_OUTPUT = (
-    *_ALL,
-    *seams.SCORED_ROWS,
-    *seams.COPY_TO_HOST,
-    *seams.SEND_BY_LOOKUP,
-    *seams.NO_HTTP_CONTRACT,
-)
-_WITH_PROCESSORS = (
-    *_BEFORE_AUXILIARY_OUTPUT,
-    *seams.GRPC,
-    *seams.COMMIT,
-    *seams.WEIGHT_PUSHES,
-    *seams.LOGPROB_PROCESSORS,
-)
 
 _NO_PLUGINS_IN_WORKERS = {Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins"}
 _BEFORE_0_5_23 = {
@@ -120,97 +87,30 @@ _BEFORE_0_5_13 = {
     Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
 }
 
-_SGLANG_0_5_22 = (
-    *_WITH_AUXILIARY_OUTPUT,
-    *seams.VERIFICATION,
-    *seams.HTTP_CONTRACT,
-    *seams.COMPOSED,
-    *seams.SAMPLER_SOURCE,
-    *seams.TOP_K_RANKING,
-    *seams.SCORED_ROWS_ON_HOST,
-    *seams.DETOKENIZER,
-    *seams.WEIGHT_UPDATE_SESSIONS,
-)
-_SGLANG_0_5_20_AND_21 = (
-    *_WITH_AUXILIARY_OUTPUT,
-    *seams.VERIFICATION,
-    *seams.FEW_STATUSES,
-    *seams.NO_HTTP_CONTRACT,
-    *seams.COMPOSED,
-    *seams.SAMPLER_SOURCE,
-)
-_SGLANG_0_5_13 = (
-    *_BEFORE_AUXILIARY_OUTPUT,
-    *seams.COMMIT,
-    *seams.WEIGHT_PUSHES,
-    *seams.SAMPLER_LOGPROBS,
-)
-_SGLANG_0_5_14 = (*_SGLANG_0_5_13, *seams.GRPC)
-_SGLANG_0_5_15 = (*_SGLANG_0_5_14, *seams.VERIFICATION_BEFORE_0_5_16)
-_SGLANG_0_5_12 = (
-    *_BEFORE_AUXILIARY_OUTPUT,
-    *seams.PROMPT_TOKEN_IDS,
-    *seams.COMMIT_IN_MIXIN,
-    *seams.WEIGHT_PUSHES_IN_MIXIN,
-    *seams.SAMPLER_LOGPROBS,
-)
-
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
-        "0.5.23": Release(Sglang0523(), (*_SGLANG_0_5_22, *seams.RESUME)),
-        "0.5.22": Release(
-            Sglang0521(), (*_SGLANG_0_5_22, *seams.FEW_STATUSES), _BEFORE_0_5_23 | _OTHER_REJECTION
-        ),
-        "0.5.21": Release(
-            Sglang0521(),
-            (*_SGLANG_0_5_20_AND_21, *seams.SCORED_ROWS_ON_HOST, *seams.WEIGHT_UPDATE_SESSIONS),
-            _BEFORE_0_5_23 | _OTHER_REJECTION,
-        ),
-        "0.5.20": Release(
-            Sglang0520(), (*_SGLANG_0_5_20_AND_21, *seams.SCORED_ROWS), _BEFORE_0_5_23 | _OTHER_REJECTION
-        ),
-        "0.5.19": Release(
-            Sglang0519(),
-            (
-                *_WITH_AUXILIARY_OUTPUT,
-                *seams.VERIFICATION,
-                *seams.FEW_STATUSES,
-                *seams.NO_HTTP_CONTRACT,
-                *seams.SCORED_ROWS,
-            ),
-            _BEFORE_0_5_20 | _OTHER_REJECTION,
-        ),
-        "0.5.18": Release(
-            Sglang0518(),
-            (*_WITH_PROCESSORS, *seams.NORMALIZER, *seams.VERIFICATION),
-            _BEFORE_0_5_19 | _OTHER_REJECTION,
-        ),
-        "0.5.17": Release(
-            Sglang0516(),
-            (*_WITH_PROCESSORS, *seams.VERIFICATION_IN_0_5_16),
-            _BEFORE_0_5_19 | _OTHER_REJECTION,
-        ),
-        "0.5.16": Release(
-            Sglang0516(),
-            (*_WITH_PROCESSORS, *seams.VERIFICATION_IN_0_5_16),
-            _BEFORE_0_5_19 | _OTHER_REJECTION,
-        ),
-        "0.5.15.post1": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.23": Release(Sglang0523()),
+        "0.5.22": Release(Sglang0521(), _BEFORE_0_5_23 | _OTHER_REJECTION),
+        "0.5.21": Release(Sglang0521(), _BEFORE_0_5_23 | _OTHER_REJECTION),
+        "0.5.20": Release(Sglang0520(), _BEFORE_0_5_23 | _OTHER_REJECTION),
+        "0.5.19": Release(Sglang0519(), _BEFORE_0_5_20 | _OTHER_REJECTION),
+        "0.5.18": Release(Sglang0518(), _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.17": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.16": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.15.post1": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
         # Speculative decoding was tested on 0.5.15.post1. The patch set also serves speculative decoding on
         # 0.5.15, because the SGLang functions that the hooks wrap are the same in 0.5.15 and 0.5.15.post1.
-        "0.5.15": Release(Sglang0515(), _SGLANG_0_5_15, _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.14": Release(Sglang0514(), _SGLANG_0_5_14, _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.13.post1": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.13": Release(Sglang0513(), _SGLANG_0_5_13, _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.12.post1": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTESTED),
-        "0.5.12": Release(Sglang0512(), _SGLANG_0_5_12, _BEFORE_0_5_13 | _UNTESTED),
+        "0.5.15": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
+        "0.5.14": Release(Sglang0514(), _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.13.post1": Release(Sglang0513(), _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.13": Release(Sglang0513(), _BEFORE_0_5_19 | _UNTESTED),
+        "0.5.12.post1": Release(Sglang0512(), _BEFORE_0_5_13 | _UNTESTED),
+        "0.5.12": Release(Sglang0512(), _BEFORE_0_5_13 | _UNTESTED),
     }
 )
 """The supported releases by version, newest first."""
 
-_REFUSING = (*_ALL, *seams.HTTP_CONTRACT, *seams.GRPC, *seams.NO_HTTP_CONTRACT)
-
-UNLISTED = Release(Sglang0523(), _REFUSING, dict.fromkeys(Feature, "is not a supported release"))
+UNLISTED = Release(Sglang0523(), dict.fromkeys(Feature, "is not a supported release"))
 """Any release that `RELEASES` does not list.
 
 On an unlisted release, the hooks only refuse requests for sets and report problems."""

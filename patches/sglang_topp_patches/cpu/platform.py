@@ -27,7 +27,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.compat.find_definitions import PackageSource
+from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.cpu import kernel_stubs
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
@@ -73,12 +73,10 @@ def register() -> None:
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In SGLang 0.5.12, the two methods in `pins` ask for pinned memory even on a platform that has none. The
-    # method `_expand_metadata_for_logprobs` exists only in 0.5.12, so its presence identifies the release.
-    pins = [f"{_LOGITS}._get_pruned_states", f"{_LOGITS}._expand_metadata_for_logprobs"]
-    if PackageSource.installed().has(pins[-1]):
-        for target in pins:
-            HookRegistry.register(target, _without_pinned_memory, HookType.AROUND)
+    # In SGLang 0.5.12, these two methods ask for pinned memory even on a platform that has none.
+    if installed()[0] in ("0.5.12", "0.5.12.post1"):
+        for method in ("_get_pruned_states", "_expand_metadata_for_logprobs"):
+            HookRegistry.register(f"{_LOGITS}.{method}", _without_pinned_memory, HookType.AROUND)
 
 
 def _is_selected() -> bool:

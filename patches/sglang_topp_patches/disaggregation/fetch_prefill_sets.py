@@ -1,44 +1,46 @@
 """On a decode server, fetch the sets of the prompt and the first generated token from the prefill server.
 
 SGLang transfers the KV cache from the prefill server to the decode server. This transfer cannot carry the
-sets, because the transfer's buffers have a fixed size. So when a generation request arrives, the decode
-server's HTTP process asks the prefill server for the sets over HTTP. The function `open_question` sends this
-question. The answer arrives after the prefill. Neither server's scheduler waits for the sets.
+sets, because its buffers have a fixed size. So the decode server's HTTP process asks the prefill server for
+the sets over HTTP, as soon as it has the first token. Neither server's scheduler waits for the sets.
 
-If the prefill server sends no sets, the generation request ends with an error. The request also ends with an
-error if the sets belong to a first token other than the one that SGLang transferred. Such sets may come from
-another request that has the same bootstrap room, the number that identifies a request on both servers.
+If the prefill server has no sets, the request ends with an error. The request also ends with an error if the
+sets belong to other inputs or to another first token, as they do if two requests have the same bootstrap
+room, the number that identifies a request on both servers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from sglang_topp.errors import WireError
-from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
-from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
+from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
+from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH
+from sglang_topp_patches.hooks import Seam, after
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import KEY, Entry, asking_field, custom_params
 
-__all__ = ["fetch_first_token", "note_first_token", "num_scored_here", "open_question"]
+__all__ = ["CALLED", "fetch_first_token", "note_first_token", "num_scored_here"]
 
-# The timeout of one HTTP request to the prefill server. The prefill server answers within 20 s, with an empty
-# answer if the sets are not ready.
-_READ_S = 40.0
+CALLED = (
+    Seam("sglang.srt.utils.network.NetworkAddress", "Build the prefill server's address.", ("host", "port")),
+)
+
+_READ_S = 10.0
 _RETRY_S = 0.5
-# `fetch_first_token` waits at most this number of seconds. The function has to wait because the sets arrive
-# after the KV cache: the sets pass through the prefill server's scheduler and HTTP process.
+# The sets pass through the prefill server's scheduler and HTTP process, which may be busy.
 _LATE_S = 30.0
 
 
+@after("sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req")
 def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
-    """AFTER hook on `DecodeTransferQueue._commit_transfer_to_req`: record where the first token's set is.
+    """Record where the first token's set is.
 
     The prefill server sends a request's first token with the KV cache, but without the first token's set.
     This hook runs in the decode server's scheduler, and records that the first token's set is on the prefill
@@ -69,48 +71,67 @@ def num_scored_here(server_args: Any, state: Any) -> int | None:
     return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
 
-@asynccontextmanager
-async def open_question(server_args: Any, obj: Any) -> AsyncIterator[asyncio.Task[FirstToken] | None]:
-    """Ask the prefill server for the sets of a request's prompt and first generated token.
+async def fetch_first_token(server_args: Any, state: Any, token_id: int) -> FirstToken:
+    """Ask the prefill server for the sets of a request's first token and of its prompt.
 
-    Yields:
-        The asyncio task that fetches the sets, or None if this server is not a decode server. When the
-        context exits, the context manager cancels the task that fetches the sets.
-    """
-    if server_args.disaggregation_mode != "decode":
-        yield None
-        return
-    task = asyncio.create_task(_ask(server_args, obj))
-    try:
-        yield task
-    finally:
-        task.cancel()
-
-
-async def fetch_first_token(
-    question: asyncio.Task[FirstToken] | None, state: Any, token_id: int | None
-) -> FirstToken:
-    """Return the prefill server's answer: the first token, and the sets of the first token and the prompt.
-
-    If the sets are missing or invalid, `entry.problem` of the returned `FirstToken` says why.
+    If the sets are missing or belong to something else, `entry.problem` of the result says why.
 
     Args:
-        question: the asyncio task that fetches the sets, as `open_question` yields it.
+        server_args: SGLang's `ServerArgs`.
         state: SGLang's `ReqState`.
         token_id: the id of the first token in the decode server's answer to the client.
     """
-    assert question is not None, "only a decode server's scheduler leaves a token's set elsewhere"
+    import aiohttp
+    from sglang.srt.utils.network import NetworkAddress
+
+    obj = state.obj
+    port = server_args.disaggregation_bootstrap_port if obj.bootstrap_port is None else obj.bootstrap_port
+    server = NetworkAddress(obj.bootstrap_host, port).to_url()
+    url, inputs = f"{server}{PATH.format(room=obj.bootstrap_room)}", first_token_inputs(obj)
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_READ_S)
+    cause = "it is still at work on the request"
     try:
-        async with asyncio.timeout(_LATE_S):
-            first = await asyncio.shield(question)
+        async with asyncio.timeout(_LATE_S), aiohttp.ClientSession(timeout=limits) as session:
+            while True:
+                try:
+                    async with session.get(url) as answer:
+                        body, status = await answer.read(), answer.status
+                    if status != HTTPStatus.NO_CONTENT:
+                        break
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    cause = str(error) or type(error).__name__
+                    await asyncio.sleep(_RETRY_S)
+            first = _first_of(status, body, server)
+            if not first.entry.problem:
+                first = _checked(first, inputs, token_id, state.output_token_logprobs_val[0])
+            if not first.entry.problem:
+                # If this does not arrive, the prefill server drops the sets later.
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    await (await session.delete(url)).release()
+            return first
     except TimeoutError:
+        return _problem(f"the prefill server at {server} sent no set within {_LATE_S:g} s: {cause}")
+
+
+def _first_of(status: int, body: bytes, server: str) -> FirstToken:
+    if status == HTTPStatus.NOT_FOUND:
         return _problem(
-            f"the prefill server at {state.obj.bootstrap_host} sent no set within {_LATE_S:g} s; was it asked"
-            " for sets, and for this bootstrap room?"
+            f"the prefill server at {server} has none for this bootstrap room; was it asked for sets, and is"
+            " sglang-topp installed there?"
         )
-    if first.entry.candidates is None:
-        return first
-    logprob = state.output_token_logprobs_val[0]
+    if status != HTTPStatus.OK:
+        return _problem(f"the prefill server at {server} answered {status}: {body[:200]!r}")
+    try:
+        return FirstToken.from_bytes(body)
+    except WireError as error:
+        return _problem(str(error))
+
+
+def _checked(first: FirstToken, inputs: Mapping[str, str], token_id: int, logprob: float) -> FirstToken:
+    """Return `first`, or a problem if it belongs to another request than the decode server's."""
+    if names := differing_names(inputs, first.inputs):
+        return _problem(f"the prefill server was asked with other {', '.join(names)}; both need the same")
+    assert first.entry.candidates is not None
     ids, logprobs = (
         np.frombuffer(part, dtype)
         for part, dtype in zip(first.entry.candidates, (np.int32, np.float32), strict=True)
@@ -126,31 +147,3 @@ async def fetch_first_token(
 
 def _problem(sentence: str) -> FirstToken:
     return FirstToken(-1, {}, Entry(None, sentence))
-
-
-async def _ask(server_args: Any, obj: Any) -> FirstToken:
-    import aiohttp
-    from sglang.srt.utils.network import NetworkAddress
-
-    port = server_args.disaggregation_bootstrap_port if obj.bootstrap_port is None else obj.bootstrap_port
-    url = f"{NetworkAddress(obj.bootstrap_host, port).to_url()}{PATH}"
-    question = {"room": obj.bootstrap_room, "inputs": first_token_inputs(obj)}
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_READ_S)
-    async with aiohttp.ClientSession(timeout=limits) as session:
-        while True:
-            try:
-                async with session.post(url, json=question) as answer:
-                    body = await answer.read()
-            except (aiohttp.ClientError, TimeoutError):
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if answer.status == 200:
-                try:
-                    return FirstToken.from_bytes(body)
-                except WireError as error:
-                    return _problem(str(error))
-            if answer.status == 409:
-                names = ", ".join(json.loads(body))
-                return _problem(f"the prefill server was asked with other {names}; both need the same")
-            if answer.status != 204:
-                return _problem(f"{url} answered {answer.status}; sglang-topp has to be installed there too")

@@ -1,105 +1,54 @@
-"""Let a prefill server send the candidate sets of prompts and first tokens to decode servers.
+"""Keep a prefill server's candidate sets until a decode server has fetched them.
 
-A prefill server and a decode server both receive each generation request. The decode server answers the
-client, but the prefill server draws the first token. The decode server's HTTP process therefore asks the
-prefill server for the sets, as soon as a request arrives. The patch set adds a route for this purpose to
-SGLang's bootstrap server, which runs in the prefill server's HTTP process. A decode server without the patch
-set does not ask for the sets, and would send an answer without sets. So if a client requests sets, the
-prefill server begins the prefill only after a decode server has asked for the sets. If no decode server asks
-in time, the prefill server refuses the request with a 503.
+A prefill server and a decode server both receive each generation request. The prefill server draws the first
+token, and scores the prompt. SGLang sends the token and the KV cache to the decode server, in buffers of
+fixed size, which cannot carry sets. So the prefill server's HTTP process keeps the sets, and the decode
+server asks for them over HTTP when it has the first token. The request has the same number on both servers,
+its bootstrap room. The route is on SGLang's bootstrap server, a thread of the prefill server's HTTP process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
-from http import HTTPStatus
+import time
+from collections.abc import Callable
 from typing import Any
 
-from sglang_topp_patches.disaggregation.input_comparison import first_token_inputs
-from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken, PrefillSets
-from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.scheduler_messages import Entry, PackedSet, asking_field
+from sglang_topp_patches.scheduler_messages import Entry, PackedSet
 
-__all__ = ["PrefillServer"]
+__all__ = ["PATH", "PrefillServer"]
 
-# If the sets are not ready within this number of seconds, the prefill server answers without sets, and the
-# decode server asks for the sets again. During a longer wait, a proxy between the servers might close the
-# idle connection.
-_QUESTION_S = 20.0
-_RETRY_S = 0.5
-# The prefill server waits at most this number of seconds for a decode server to ask for a request's sets. The
-# prefill server and the decode server receive a request at about the same time, unless one server is paused.
-_SKEW_S = 30.0
+PATH = "/sglang_topp/first/{room}"
+"""The route of a bootstrap room's sets: GET returns them, and DELETE drops them once they have arrived."""
+
+# A decode server asks within the first 50 tokens of its answer. A longer pause of the decode server ends its
+# requests with an error.
+_KEPT_S = 600.0
+# The first token may reach the decode server before the sets reach this process.
+_LAG_S = 1.0
+_POLL_S = 0.02
 
 
 class PrefillServer:
     """The hooks of a prefill server's HTTP process. On other kinds of server, the hooks do nothing.
 
     Attributes:
-        sets: the candidate sets that no decode server has fetched yet. Only the HTTP process's event loop
-            accesses the attribute `sets`.
+        manager: SGLang's `TokenizerManager`, or None before it exists.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
-        self.sets = PrefillSets(in_flight)
-        self._loop: asyncio.AbstractEventLoop | None = None  # None until the first request arrives
+        self.manager: Any = None
+        self._in_flight = in_flight
+        # The sets by bootstrap room, oldest first, with the time at which they are dropped. Only the HTTP
+        # process's event loop changes the dict; the bootstrap server's thread reads it.
+        self._kept: dict[int, tuple[FirstToken, float]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # None until the first sets are kept
 
-    async def await_decode_server(
-        self, original: Callable[..., Awaitable[Any]], manager: Any, obj: Any
-    ) -> Any:
-        """AROUND hook on `TokenizerManager._tokenize_one_request`: delay the prefill of one prompt.
-
-        The hook waits until a decode server has asked for the request's sets. SGLang sends the request to the
-        scheduler only after the hook returns.
-        """
-        tokenized = await original(manager, obj)
-        if _is_prefill_server(manager.server_args):
-            await self._await_question(obj)
-        return tokenized
-
-    async def await_decode_servers(
-        self, original: Callable[..., Awaitable[Any]], manager: Any, batch_size: int, obj: Any
-    ) -> Any:
-        """AROUND hook on `TokenizerManager._batch_tokenize_and_process`: delay the prefill of all prompts.
-
-        SGLang calls the hooked function to tokenize all prompts of a request at once. The hook waits until
-        decode servers have asked for the sets of every prompt.
-        """
-        tokenized = await original(manager, batch_size, obj)
-        if _is_prefill_server(manager.server_args):
-            for i in range(batch_size):
-                await self._await_question(obj[i])
-        return tokenized
-
-    async def _await_question(self, obj: Any) -> None:
-        """Wait at most `_SKEW_S` seconds for a decode server to ask for the sets of a request.
-
-        Raises:
-            CallEndedError: no decode server asked for the sets, and the answer is streamed.
-            HTTPException: no decode server asked for the sets, and the answer is not streamed.
-        """
-        from fastapi import HTTPException
-
-        if (room := getattr(obj, "bootstrap_room", None)) is None:
-            return
-        self._loop = asyncio.get_running_loop()
-        field = asking_field(vars(obj).get)
-        if not field:
-            self.sets.note_request_without_sets(room)
-        elif not await self.sets.wait_for_question(room, _SKEW_S):
-            problem = (
-                f"{field}: no decode server asked for the first token's set of this bootstrap room within"
-                f" {_SKEW_S:g} s; expected sglang-topp on both servers, and the request to both at the same"
-                " time"
-            )
-            if getattr(obj, "stream", False):
-                raise CallEndedError(problem, HTTPStatus.SERVICE_UNAVAILABLE)
-            # Do not raise `CallEndedError` here, because it is a ValueError. On `/generate`, SGLang before
-            # 0.5.17 answers every ValueError with 400, and ignores the error's `status_code`.
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, problem)
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def keep(
         self,
@@ -108,7 +57,7 @@ class PrefillServer:
         token_id: int | None,
         first_entry: Callable[[], tuple[Entry, tuple[PackedSet | None, ...]]],
     ) -> None:
-        """Store a finished request's sets for its decode server, if this is a prefill server.
+        """Keep a finished request's sets for its decode server, if this is a prefill server.
 
         Args:
             server_args: SGLang's `ServerArgs`.
@@ -117,39 +66,63 @@ class PrefillServer:
             first_entry: a function that returns a pair: the first token's `Entry`, and the sets of the prompt
                 positions. The `Entry` holds the token's set, or the reason why the set is missing.
         """
-        if _is_prefill_server(server_args) and obj.bootstrap_room is not None and token_id is not None:
-            first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
-            self.sets.put(obj.bootstrap_room, first)
+        if server_args.disaggregation_mode != "prefill" or obj.bootstrap_room is None or token_id is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        stale = [room for room, (_, until) in self._kept.items() if until < now]
+        for room in (*stale, obj.bootstrap_room):
+            self._drop(room)
+        first = FirstToken(token_id, first_token_inputs(obj), *first_entry())
+        self._kept[obj.bootstrap_room] = first, now + _KEPT_S
+        self._in_flight.total += first.num_candidates
 
-    def add_route(self, result: None, bootstrap_server: Any) -> None:
-        """AFTER hook on `CommonKVBootstrapServer._setup_routes`: add the route that decode servers call.
+    def _drop(self, room: int) -> None:
+        if (kept := self._kept.pop(room, None)) is not None:
+            self._in_flight.total -= kept[0].num_candidates
+
+    @after("sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes")
+    def add_routes(self, result: None, bootstrap_server: Any) -> None:
+        """Add the routes that decode servers call.
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """
-        bootstrap_server.app.router.add_post(PATH, self._answer)
+        bootstrap_server.app.router.add_get(PATH, self._answer)
+        bootstrap_server.app.router.add_delete(PATH, self._forget)
 
     async def _answer(self, request: Any) -> Any:
+        """Return the sets, a 204 if the request is still running here, or a 404."""
         from aiohttp import web
 
-        try:
-            question = json.loads(await request.read())
-            room, inputs = question["room"], question["inputs"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return web.Response(status=400, text="expected a JSON object with room and inputs")
-        if type(room) is not int or not isinstance(inputs, dict):
-            return web.Response(status=400, text="room: expected an integer; inputs: an object")
-        if self._loop is None:  # no request has reached this prefill server yet
-            await asyncio.sleep(_RETRY_S)
-            return web.Response(status=204)
-        answer = await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self.sets.take(room, inputs, _QUESTION_S), self._loop)
-        )
-        if answer is None:
-            return web.Response(status=204)
-        if isinstance(answer, tuple):
-            return web.json_response(answer, status=409)
-        return web.Response(body=await asyncio.to_thread(answer.to_bytes))
+        room, until = _room_of(request), time.monotonic() + _LAG_S
+        while True:
+            # In this order: a request that ends in between has its sets in `_kept`.
+            is_running = self._is_running(room)
+            if (kept := self._kept.get(room)) is not None:
+                return web.Response(body=await asyncio.to_thread(kept[0].to_bytes))
+            if not is_running:
+                return web.Response(status=404, text="no sets of this bootstrap room")
+            if time.monotonic() > until:
+                return web.Response(status=204)
+            await asyncio.sleep(_POLL_S)
+
+    async def _forget(self, request: Any) -> Any:
+        from aiohttp import web
+
+        room = _room_of(request)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._drop, room)
+        return web.Response(status=204)
+
+    def _is_running(self, room: int) -> bool:
+        states = [] if self.manager is None else list(self.manager.rid_to_state.values())
+        return any(getattr(state.obj, "bootstrap_room", None) == room for state in states)
 
 
-def _is_prefill_server(server_args: Any) -> bool:
-    return bool(server_args.disaggregation_mode == "prefill")
+def _room_of(request: Any) -> int:
+    from aiohttp import web
+
+    try:
+        return int(request.match_info["room"])
+    except ValueError:
+        raise web.HTTPBadRequest(text="expected the number of a bootstrap room") from None

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_topp.errors import PatchError
+from sglang_topp_patches.hooks import around, before
 from sglang_topp_patches.scheduler_messages import FIELDS
 
 __all__ = ["async_generate", "generate", "set_fields"]
@@ -21,22 +22,25 @@ __all__ = ["async_generate", "generate", "set_fields"]
 _keywords: ContextVar[dict[str, Any] | None] = ContextVar("sglang_topp_keywords", default=None)
 
 
+@around("sglang.srt.entrypoints.engine.Engine.generate")
 def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on `Engine.generate`: accept the patch set's fields as keyword arguments."""
+    """Accept the patch set's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return original(self, *args, **kwargs)
 
 
+@around("sglang.srt.entrypoints.engine.Engine.async_generate")
 async def async_generate(
     original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook on `Engine.async_generate`: accept the patch set's fields as keyword arguments."""
+    """Accept the patch set's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return await original(self, *args, **kwargs)
 
 
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request")
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE hook on `TokenizerManager.generate_request`: copy the patch set's fields to the request."""
+    """Copy the patch set's fields to the request."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

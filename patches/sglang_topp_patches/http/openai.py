@@ -21,6 +21,7 @@ from contextlib import aclosing
 from http.client import responses
 from typing import Any
 
+from sglang_topp_patches.hooks import around
 from sglang_topp_patches.http.route_policy import current_call
 from sglang_topp_patches.scheduler_messages import AT_END, SETS
 
@@ -71,10 +72,14 @@ class _Collector:
         return {"candidate_sets": [entry and {"index": i, **entry} for i, entry in enumerate(entries)]}
 
 
+@around(
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._handle_non_streaming_request"
+)
+@around("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._handle_non_streaming_request")
 async def add_to_answer(
     original: Callable[..., Awaitable[Any]], self: Any, adapted_request: Any, request: Any, raw_request: Any
 ) -> Any:
-    """AROUND hook on `_handle_non_streaming_request` of both OpenAI routes: add the sets to the answer."""
+    """Add the sets to the answer."""
     collector = _ask(adapted_request)
     answer = await original(self, adapted_request, request, raw_request)
     if collector is None or not hasattr(answer, "model_dump"):
@@ -87,6 +92,10 @@ async def add_to_answer(
     return Response(orjson.dumps(content), media_type="application/json")
 
 
+@around(
+    "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream"
+)
+@around("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream")
 def add_to_stream(
     original: Callable[..., AsyncGenerator[str, None]],
     self: Any,
@@ -94,16 +103,17 @@ def add_to_stream(
     request: Any,
     raw_request: Any,
 ) -> AsyncGenerator[str, None]:
-    """AROUND hook on `_generate_completion_stream` and `_generate_chat_stream`: add a chunk with the sets."""
+    """Add a chunk with the sets."""
     collector = _ask(adapted_request)
     events = original(self, adapted_request, request, raw_request)
     return events if collector is None else _with_sets(events, collector)
 
 
+@around("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request")
 def collect_sets(
     original: Callable[..., AsyncGenerator[Any, None]], self: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
-    """AROUND hook on `TokenizerManager.generate_request`: collect an OpenAI call's candidate sets."""
+    """Collect an OpenAI call's candidate sets."""
     answers = original(self, obj, request)
     collector = getattr(obj, _COLLECTOR, None)
     return answers if collector is None else _collect(answers, collector)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.hooks import after
+from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
-from sglang_topp_patches.memory.budget import InFlight
-from sglang_topp_patches.refusal_reasons import server_problems
+from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.memory.budget import InFlight, busy_refusal
 
 __all__ = ["HTTP_SERVER", "HttpProcess", "mark_guarded", "note_model", "note_server_args"]
 
@@ -30,6 +35,8 @@ class HttpProcess:
         prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the served model's limits, or None before the tokenizer manager exists.
+        checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
+        is_paused: returns whether generation is paused.
         scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
             scheduler without the patch set has None instead of a status.
     """
@@ -38,11 +45,18 @@ class HttpProcess:
     prefill_server: PrefillServer
     server_args: Any = None
     model: ModelLimits | None = None
+    checkpoint: Checkpoint | None = None
+    is_paused: Callable[[], bool] = lambda: False
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     def problems(self) -> tuple[str, ...]:
         """Return every reason why this process refuses requests for sets, or () if there is no reason."""
-        return (*server_problems(self.server_args), *self.route_problems())
+        return (*self.capabilities.problems, *self.route_problems())
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        """What this process can serve. Its first use is after SGLang has loaded its plugins."""
+        return Capabilities.of(self.server_args)
 
     def route_problems(self) -> tuple[str, ...]:
         """Return an error message in a 1-tuple if SGLang's routes run without `Guard`, and () otherwise.
@@ -57,6 +71,23 @@ class HttpProcess:
         if getattr(module.app.state, "sglang_topp_guarded", False):
             return ()
         return ("SGLang's HTTP server began to serve before its routes could be guarded",)
+
+    def check_room(self, *, is_streamed: bool) -> None:
+        """Refuse a new request for sets while this process holds more candidates than fit.
+
+        Raises:
+            CallEndedError: there is no room, and the answer is streamed.
+            HTTPException: there is no room, and the answer is not streamed.
+        """
+        from fastapi import HTTPException
+
+        problem = busy_refusal(self.in_flight.total, self.in_flight.limit)
+        if problem and is_streamed:
+            raise CallEndedError(problem)
+        # Do not raise `CallEndedError` here, because it is a ValueError. On `/generate`, SGLang before 0.5.17
+        # answers every ValueError with 400, and ignores the error's `status_code`.
+        if problem:
+            raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, problem)
 
     def check_request(self, get: Callable[[str], Any]) -> None:
         """Raise InvalidInputError unless a request for candidate sets fits the served model.
@@ -75,18 +106,24 @@ class HttpProcess:
         self.model.check_request(get)
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the server's arguments."""
+    """Store the server's arguments."""
     process.server_args = server_args
+    process.is_paused = lambda: bool(self.is_pause)
+    process.__dict__.pop("capabilities", None)  # those without the arguments
+    process.prefill_server.manager = self
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", state=HttpProcess)
 def note_model(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: store the model's limits."""
+    """Store the model's limits and its checkpoint."""
     process.model = ModelLimits.of(self, server_args)
+    process.checkpoint = Checkpoint.of(self, server_args)
 
 
 def mark_guarded(app: Any) -> None:

@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http import request_fields, route_policy, server_info
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.scheduler_messages import FIELDS
@@ -67,10 +68,16 @@ class OlderReleaseMiddleware:
         await Response(body, start["status"], headers)(scope, receive, send)
 
 
+@after(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+    until="0.5.22",
+    always=True,
+    state=HttpProcess,
+)
 def install(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `OlderReleaseMiddleware` in SGLang's application.
+    """Install `OlderReleaseMiddleware` in SGLang's application.
 
     If the process has not imported SGLang's HTTP server, this hook does nothing.
     """

@@ -16,6 +16,8 @@ from typing import Any
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.capabilities import request_problem
+from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http import (
     model_limit_checks,
     prompt_token_ids_0_5_12,
@@ -25,7 +27,6 @@ from sglang_topp_patches.http import (
 )
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory.budget import LIST_FORM_COST
-from sglang_topp_patches.refusal_reasons import request_problem, source_problems
 from sglang_topp_patches.scheduler_messages import (
     AT_END,
     BASE64,
@@ -43,11 +44,20 @@ _ASKING = (THRESHOLD, SOURCE, NUCLEUS)
 _CUSTOM = "sampling_params.custom_params."
 
 __all__ = [
+    "CALLED",
     "check_body",
     "extend_request_class",
     "get_item",
     "normalize",
 ]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.io_struct.GenerateReqInput",
+        "Add the request fields to SGLang's request.",
+        keywords=("text", "input_ids"),
+    ),
+)
 
 
 def extend_request_class(cls: type[Any]) -> None:
@@ -74,8 +84,14 @@ def extend_request_class(cls: type[Any]) -> None:
     dataclasses.dataclass(cls)
 
 
+@after(
+    "sglang.srt.entrypoints.api_contract.generate_contract_error",
+    since="0.5.22",
+    always=True,
+    state=HttpProcess,
+)
 def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None:
-    """AFTER hook on `generate_contract_error`: return the message of an HTTP 400, or None.
+    """Return the message of an HTTP 400, or None.
 
     After a stream has begun with status 200, an error can no longer change the status. The hook
     `check_body` therefore checks the body before the stream begins.
@@ -93,8 +109,9 @@ def check_body(process: HttpProcess, error: str | None, body: Any) -> str | None
     return route_policy.misplaced(body)
 
 
+@around("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", state=HttpProcess)
 def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) -> None:
-    """AROUND hook on `GenerateReqInput.normalize_batch_and_arguments`: check the patch set's fields.
+    """Check the patch set's fields.
 
     `normalize` also puts the patch set's fields into the sampling parameters, which SGLang sends to the
     scheduler.
@@ -109,6 +126,8 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
     asked = _RequestedSets.of(process, raw.get, self.batch_size)
     if asked.any and (path := route_policy.path_without_sets.get()):
         raise InvalidInputError(f"{asked.field}: {path} cannot return candidate sets; ask /generate")
+    if asked.any:
+        process.check_room(is_streamed=bool(getattr(self, "stream", False)))
     resume.pass_to_scheduler(process, self, raw.get)
     if self.is_single:
         for name, values in asked.fields().items():
@@ -129,8 +148,9 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
         ]
 
 
+@after("sglang.srt.managers.io_struct.GenerateReqInput.__getitem__")
 def get_item(item: Any, self: Any, i: int) -> Any:
-    """AFTER hook on `GenerateReqInput.__getitem__`: copy the request fields that the patch set adds.
+    """Copy the request fields that the patch set adds.
 
     `self` is a request with a list of prompts. `__getitem__` returns `item`, a request with one of the
     prompts. The hook copies each field from `self` to `item`. If a field's value is a list, the hook copies
@@ -289,8 +309,8 @@ class _RequestedSets:
             if problem := request_problem(given.get("temperature")):
                 raise InvalidInputError(f"sampling_params, with {field}: {problem}")
         problems = [*process.problems()]
-        if any(self.sampler):
-            problems += source_problems()
+        if any(self.sampler) and process.capabilities.sampler:
+            problems.append(process.capabilities.sampler)
         if problems:
             raise InvalidInputError(f"{field}: candidate sets are not served here: {'; '.join(problems)}")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from http import HTTPStatus
 
-from sglang_topp_patches.disaggregation.prefill_set_store import FirstToken
+from sglang_topp_patches.disaggregation.first_token import FirstToken
 from sglang_topp_patches.http.route_policy import Call
 from sglang_topp_patches.http.weight_spans import WeightSpans
-from sglang_topp_patches.http_exception import CallEndedError
-from sglang_topp_patches.memory.budget import Account, InFlight
+from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler_messages import Entry, PackedSet
 
 __all__ = ["ResponseAccumulator"]
@@ -29,6 +29,7 @@ class ResponseAccumulator:
             request ends with an error.
         lacks_first: whether the first token has arrived, but its candidate set is still on the prefill
             server.
+        question: fetches the first token's set from the prefill server, while `lacks_first`.
         is_aborted: whether the HTTP process aborted the sample because a position has no set.
     """
 
@@ -36,8 +37,8 @@ class ResponseAccumulator:
         """Create an empty accumulator.
 
         Args:
-            cost: the memory budget counts each candidate of the sample `cost` times. `cost` is above 1 for
-                JSON lists, which take more memory than packed arrays.
+            cost: each candidate of the sample counts `cost` times. `cost` is above 1 for JSON lists, which
+                take more memory than packed arrays.
         """
         self.num_tokens = 0
         self.first_token_id: int | None = None
@@ -47,11 +48,11 @@ class ResponseAccumulator:
         self.problem = ""
         self.refusal: Entry | None = None
         self.lacks_first = False
+        self.question: asyncio.Task[FirstToken] | None = None
         self.is_aborted = False
         self._cost = cost
-        self._candidates = self._positions = 0
+        self._candidates = 0
         self._call: Call | None = None
-        self._account: Account | None = None
 
     def add(
         self,
@@ -62,7 +63,8 @@ class ResponseAccumulator:
         """Add new tokens, the `Entry` of each token, and the prompt's sets in `prompt_rows`.
 
         The `Entry` of a token holds the token's set, or the reason why the set is missing. An `Entry` in
-        `prompt_rows` holds the weight version of the prompt's sets, or a refusal.
+        `prompt_rows` holds the weight version of the prompt's sets, a refusal, or the reason why a position
+        has no set.
         """
         if self.first_token_id is None and token_ids:
             self.first_token_id = token_ids[0]
@@ -81,19 +83,24 @@ class ResponseAccumulator:
                 self.problem = self.problem or f"no candidate set at position {len(self.generated)}: {cause}"
             self.generated.append(entry.candidates if entry else None)
             self.weight_spans.add(entry.weight_version if entry else "")
-        rows = []
+        rows: list[PackedSet | None] = []
         for row in prompt_rows:
-            if isinstance(row, Entry):
-                self.weight_spans.prompt = row.weight_version
-            else:
+            if not isinstance(row, Entry):
                 rows.append(row)
+            elif row.problem:
+                rows.append(None)
+                self.problem = (
+                    self.problem or f"no candidate set at prompt position {len(rows)}: {row.problem}"
+                )
+            else:
+                self.weight_spans.prompt = row.weight_version
         if rows:
             # The row of a prompt position holds the candidates for the token at the next position. No row
             # has candidates for the prompt's first token, so the list begins with None. The last row has the
             # candidates for the first generated token, so `prompt` omits the last row.
             self.prompt = [None, *rows[:-1]]
         new = [*(entry.candidates for entry in entries if entry), *rows]
-        self._count(sum(len(each[0]) // 4 for each in new if each), len(entries) + len(rows))
+        self._count(sum(len(each[0]) // 4 for each in new if each))
 
     def add_first_token(self, first: FirstToken) -> None:
         """Store the candidate sets from the prefill server: the sets of the first token and of the prompt."""
@@ -107,7 +114,7 @@ class ResponseAccumulator:
             self.generated[0] = first.entry.candidates
             self.prompt = list(first.prompt)
             self.weight_spans.name_first(first.entry.weight_version)
-            self._count(first.num_candidates, len(first.prompt))
+            self._count(first.num_candidates)
 
     def first_entry(self, problem: str) -> tuple[Entry, tuple[PackedSet | None, ...]]:
         """Return the first token's `Entry` and the prompt's sets, for the request's decode server.
@@ -122,47 +129,28 @@ class ResponseAccumulator:
         version = self.weight_spans.meta_info(1)["weight_version"]
         return Entry(self.generated[0], weight_version=version), tuple(self.prompt)
 
-    def attach(self, call: Call | None, in_flight: InFlight, abort: Callable[[], None]) -> None:
-        """Count the sample's candidates in the HTTP call's counter, including those that already arrived.
-
-        The HTTP call may end early, because the process holds too many candidates or because the client stops
-        reading. An HTTP call that ends early frees the accumulator's sets and calls `abort`. The callback
-        `abort` stops the sample in the scheduler.
-        """
+    def attach(self, call: Call | None, in_flight: InFlight) -> None:
+        """Count the sample's candidates as the HTTP call's, including those that already arrived."""
         if call is not None and self._call is None:
-            self._call, self._account = call, call.open_account(in_flight)
-            call.at_end(self._free)
-            call.at_end(abort)
-            candidates, positions = self._candidates, self._positions
-            self._candidates = self._positions = 0
-            self._count(candidates, positions)
-
-    def check_call(self) -> None:
-        """Raise CallEndedError if the HTTP call was ended early.
-
-        An HTTP call that ends early frees its sets.
-        """
-        if self._call is not None and self._call.problem:
-            raise CallEndedError(f"candidate sets: {self._call.problem}")
+            call.count_in(in_flight)
+            call.add(self._candidates * self._cost)
+            self._call = call
 
     def forget(self, start: int, stop: int) -> None:
         """Free the sets of the tokens from index `start` to `stop - 1`. No later chunk needs these sets."""
         gone = [each for each in self.generated[start:stop] if each]
         self.generated[start:stop] = [None] * (stop - start)
-        self._count(-sum(len(each[0]) // 4 for each in gone), -len(gone))
+        self._count(-sum(len(each[0]) // 4 for each in gone))
 
-    def _count(self, candidates: int, positions: int) -> None:
+    def _count(self, candidates: int) -> None:
         self._candidates += candidates
-        self._positions += positions
-        if self._call is not None and self._account is not None:
-            if self._call.problem:
-                self._free()
-            else:
-                self._account.add(candidates * self._cost, positions)
+        if self._call is not None:
+            self._call.add(candidates * self._cost)
 
     def _free(self) -> None:
         self.generated = [None] * len(self.generated)
         self.prompt = [None] * len(self.prompt)
+        self._count(-self._candidates)
 
     @property
     def has_failed(self) -> bool:

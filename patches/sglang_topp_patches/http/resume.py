@@ -26,10 +26,12 @@ from typing import Any
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED, find_resume_problem
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.scheduler_messages import FIELDS, KEY, custom_params
 
 __all__ = [
+    "CALLED",
     "begin_text",
     "check_fields",
     "finish_or_abort",
@@ -40,6 +42,20 @@ __all__ = [
     "send_while_paused",
     "tail_str",
 ]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+        "Tell why a request was aborted.",
+        keywords=("status_code",),
+        since="0.5.23",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.collect_inflight_reqs",
+        "Find the running requests that are aborted during an `in_place` pause.",
+        since="0.5.23",
+    ),
+)
 
 
 def check_fields(process: HttpProcess, field: Callable[[str], Any], num_prompts: int) -> list[int | None]:
@@ -140,10 +156,11 @@ def _to_scheduler(params: Mapping[str, Any], count: int | None) -> Mapping[str, 
     return {**params, "custom_params": {**custom, RESUMED: count}}
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info")
 def note_in_meta_info(
     result: None, self: Any, meta_info: dict[str, Any], state: Any, *_: Any, **__: Any
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: repeat `resumed_tokens` in the answer."""
+    """Repeat `resumed_tokens` in the answer."""
     if (count := vars(state.obj).get(RESUMED)) is not None:
         meta_info[RESUMED] = count
 
@@ -162,8 +179,9 @@ def _num_resumed(req: Any) -> int | None:
     return min(count, len(req.origin_input_ids_unpadded))
 
 
+@around("sglang.srt.managers.schedule_batch.Req.update_finish_state", since="0.5.23")
 def finish_or_abort(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on `Req.update_finish_state`: report a complete answer as finished, not as aborted."""
+    """Report a complete answer as finished, not as aborted."""
     abort = self.to_finish
     if abort is None or self.finished() or _num_resumed(self) is None or not _is_requested(abort):
         original(self, *args, **kwargs)
@@ -181,8 +199,9 @@ def _is_requested(reason: Any) -> bool:
     return isinstance(reason, FINISH_ABORT) and reason.status_code is None
 
 
+@around("sglang.srt.managers.scheduler.Scheduler.send_abort_output", since="0.5.23")
 def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, req: Any) -> None:
-    """AROUND hook on `Scheduler.send_abort_output`: also send the tokens of an aborted request.
+    """Also send the tokens of an aborted request.
 
     SGLang calls `send_abort_output`, for example, if a request is aborted in the waiting queue. The hooked
     function itself sends no tokens. A request in the waiting queue has tokens if SGLang retracted the
@@ -197,8 +216,9 @@ def send_all_tokens(original: Callable[..., None], self: Any, abort_req: Any, re
     self.output_streamer.stream_output([req], req.return_logprob)
 
 
+@after("sglang.srt.managers.scheduler.Scheduler.abort_request", since="0.5.23")
 def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
-    """AFTER hook on `Scheduler.abort_request`: answer aborted requests during an `in_place` pause.
+    """Answer aborted requests during an `in_place` pause.
 
     SGLang ends an aborted request and frees its KV cache in the next forward pass, which runs only after the
     pause. `send_while_paused` sends the aborted request's answer during the pause. The next forward pass does
@@ -217,8 +237,9 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
         req.finished_reason = req.finished_len = None
 
 
+@around("sglang.srt.managers.schedule_batch.Req.tail_str", since="0.5.23")
 def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1) -> str:
-    """AROUND hook on `Req.tail_str`: also search the resumed tokens for stop strings."""
+    """Also search the resumed tokens for stop strings."""
     params = self.sampling_params
     if (not params.stop_strs and not params.stop_regex_strs) or not (count := _num_resumed(self)):
         return original(self, new_accepted_len)
@@ -232,8 +253,9 @@ def tail_str(original: Callable[..., str], self: Any, new_accepted_len: int = 1)
     return text
 
 
+@around("sglang.srt.managers.schedule_batch.Req.check_match_stop_str_prefix", since="0.5.23")
 def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
-    """AROUND hook on `Req.check_match_stop_str_prefix`: return whether the text may end inside a stop string.
+    """Return whether the text may end inside a stop string.
 
     If the last token ends in the middle of a character, the text ends with U+FFFD. Without this hook, SGLang
     overlooks that the text before U+FFFD may be the start of a stop string, and sends the text. The next
@@ -252,8 +274,9 @@ def hold_back_stop_string(original: Callable[[Any], bool], self: Any) -> bool:
     )
 
 
+@around("sglang.srt.managers.schedule_batch.Req.init_incremental_detokenize", since="0.5.23")
 def begin_text(original: Callable[[Any], tuple[Any, int]], self: Any) -> tuple[Any, int]:
-    """AROUND hook on `Req.init_incremental_detokenize`: decode the resumed tokens again.
+    """Decode the resumed tokens again.
 
     With this hook, the answer's text includes the text of the resumed tokens. The interruption may have split
     a character between two tokens, so SGLang decodes the new tokens together with the resumed tokens.

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,9 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
+from sglang_topp_patches.capabilities import Capabilities
+from sglang_topp_patches.hooks import after, before
+from sglang_topp_patches.http import checkpoint_tensors
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess, mark_guarded
-from sglang_topp_patches.memory.budget import Account, InFlight
-from sglang_topp_patches.refusal_reasons import server_problems
+from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler_messages import BASE64, FIELDS, NUCLEUS
 
 __all__ = [
@@ -111,11 +115,12 @@ NO_PROMPT = frozenset(
 
 _ASKING = (*FIELDS, RESUMED)
 _TOO_DEEP = "a body nested too deep to be read"
-# If an answer has sets, `Guard` sends the answer in pieces of `_PIECE_BYTES`. `Guard` disconnects a client
-# that does not take a piece within `_PIECE_TIMEOUT_S`.
+# `Guard` sends a large answer in pieces, each after the kernel has taken the last one. The kernel resets the
+# connection of a client that takes nothing for this long.
 _PIECE_BYTES = 1 << 20
-_PIECE_TIMEOUT_S = 120.0
+_READER_TIMEOUT_MS = 120_000
 _TRANSPORT = "sglang_topp_transport"
+_TRIMMER = HeapTrimmer()
 # `Guard` reads the `HttpProcess`, which all hooks of the process share, from this attribute of `app.state`.
 # `Guard` cannot take the `HttpProcess` as an argument, because SGLang's HTTP workers get `Guard` from
 # `worker_app`, which has no access to the `HttpProcess`.
@@ -133,45 +138,34 @@ class Call:
 
     Attributes:
         path: the route.
-        account: the counter of the call's candidates, for all samples together, or None until `open_account`
-            creates the counter.
-        problem: the reason if the HTTP call was ended early, and "" otherwise.
+        candidates: the number of candidates that the call holds, for all samples together.
         fields: the patch set's fields from the top level of an OpenAI body. None if the route is not an
             OpenAI route, and None after a hook in `http.openai` has moved the fields to SGLang's request.
     """
 
     def __init__(self, path: str = _GENERATE, fields: Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self.problem = ""
         self.fields = fields
-        self.account: Account | None = None
-        self._at_end: list[Callable[[], None]] = []
+        self.candidates = 0
+        self._in_flight: InFlight | None = None
 
-    def open_account(self, in_flight: InFlight) -> Account:
-        """Return the counter of this HTTP call's candidates, and create the counter if there is none."""
-        if self.account is None:
-            self.account = in_flight.open(self._end)
-        return self.account
+    def count_in(self, in_flight: InFlight) -> None:
+        """Count the call's candidates in `in_flight`, the counter of this process, until `close`."""
+        self._in_flight = in_flight
 
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Register a callback that runs if this HTTP call is ended early."""
-        self._at_end.append(callback)
+    def add(self, candidates: int) -> None:
+        """Count candidates that arrived for the call, or that were freed if the number is negative."""
+        if self._in_flight is not None:
+            self.candidates += candidates
+            self._in_flight.total += candidates
 
     def close(self) -> None:
-        """Subtract the HTTP call's candidates from the process's total of candidates in flight.
-
-        `Guard` calls this method after the answer has been sent or has failed. The `Call` and the objects of
-        its samples form a reference cycle, which `close` breaks. Without `close`, only the garbage collector
-        would free these objects, and the garbage collector seldom runs in a server.
-        """
-        self._at_end.clear()
-        if self.account is not None:
-            self.account.close()
-
-    def _end(self, reason: str) -> None:
-        self.problem = reason
-        while self._at_end:
-            self._at_end.pop()()
+        """Stop counting: the answer was sent or has failed. What still arrives for the call is dropped."""
+        if self._in_flight is not None:
+            self._in_flight.total -= self.candidates
+            if self.candidates * 8 >= LARGE_BYTES:
+                _TRIMMER.trim_soon()
+        self._in_flight = None
 
 
 class Guard:
@@ -210,21 +204,24 @@ class Guard:
 
     async def _serve(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         token = current_call.set(call)
+        _limit_stalls(scope.get(_TRANSPORT))
         try:
-            await self._app(scope, receive, _in_pieces(send, call, scope.get(_TRANSPORT)))
+            await self._app(scope, receive, _in_pieces(send, call))
         finally:
             current_call.reset(token)
             call.close()
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle.submit_request", since="0.5.14", always=True)
 def refuse_grpc(self: Any, *, req_dict: Mapping[str, Any], **kwargs: Any) -> None:
-    """BEFORE hook on `RuntimeHandle.submit_request`: refuse requests for sets over gRPC."""
+    """Refuse requests for sets over gRPC."""
     for place in _places(req_dict, ""):
         raise InvalidInputError(_cannot("gRPC", place))
 
 
+@before("sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._submit_openai", since="0.5.14", always=True)
 def refuse_grpc_openai(self: Any, serving_key: str, streaming: bool, json_body: bytes, *args: Any) -> None:
-    """BEFORE hook on `RuntimeHandle._submit_openai`: refuse requests for sets on OpenAI routes over gRPC."""
+    """Refuse requests for sets on OpenAI routes over gRPC."""
     for place in _asked_at(json_body):
         raise InvalidInputError(_cannot("gRPC", place))
 
@@ -235,6 +232,7 @@ def guard(app: Any) -> None:
         app.user_middleware.append(Middleware(Guard))
         build = app.build_middleware_stack
         app.build_middleware_stack = lambda: _note_transport(build())
+        checkpoint_tensors.add_route(app, lambda: getattr(app.state, _PROCESS).checkpoint)
     mark_guarded(app)
 
 
@@ -252,8 +250,9 @@ def _note_transport(app: ASGIApp) -> ASGIApp:
     return noting
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def guard_served_app(process: HttpProcess, result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on `TokenizerManager.__init__`: install `Guard` if this process has SGLang's application."""
+    """Install `Guard` if this process has SGLang's application."""
     module = sys.modules.get(HTTP_SERVER)
     if module is None:
         return
@@ -357,7 +356,7 @@ def _server_problems() -> tuple[str, ...]:
     """Return every reason why this process's HTTP server refuses requests for sets, and () if none."""
     module = sys.modules.get(HTTP_SERVER)
     process: HttpProcess | None = None if module is None else getattr(module.app.state, _PROCESS, None)
-    return server_problems(None) if process is None else process.problems()
+    return Capabilities.of(None).problems if process is None else process.problems()
 
 
 def _refusal(path: str, message: str, place: str) -> Response:
@@ -380,40 +379,35 @@ def _refusal(path: str, message: str, place: str) -> Response:
     return JSONResponse(content, 400)
 
 
-def _in_pieces(send: Send, call: Call, transport: asyncio.Transport | None) -> Send:
-    """Return a `send` that splits a body with sets into pieces, and disconnects a client that stops reading.
-
-    Each piece of a body is sent only after the client has taken the previous piece. An empty piece, which is
-    sent last, ends the body. The HTTP call's candidates count against the memory budget until the empty piece
-    has been sent, and therefore until the client has taken the whole body.
+def _limit_stalls(transport: asyncio.Transport | None) -> None:
+    """Make the kernel reset the connection of a client that stops reading. Linux only.
 
     Args:
-        send: the ASGI server's `send`.
-        call: the HTTP call that `send` answers.
-        transport: the connection's transport, or None if the server is not uvicorn. Without the
-            transport, `Guard` cannot close a stalled connection.
+        transport: the connection's transport, or None if the server is not uvicorn.
     """
+    connection = None if transport is None else transport.get_extra_info("socket")
+    if connection is None or sys.platform != "linux":
+        return
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _READER_TIMEOUT_MS)
 
-    async def send_within_limit(account: Account, body: bytes, *, more_body: bool) -> None:
-        try:
-            async with asyncio.timeout(_PIECE_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": more_body})
-        except TimeoutError:
-            if transport is not None:
-                transport.abort()  # `transport.close` would first wait for the client to take all data
-            account.end(f"the reader took nothing for {_PIECE_TIMEOUT_S:g} s")
-            raise ConnectionError(call.problem) from None
+
+def _in_pieces(send: Send, call: Call) -> Send:
+    """Return a `send` that splits a large body into pieces.
+
+    Each piece is sent only after the client has taken the one before. An empty piece ends the body, so the
+    call's candidates count until the client has taken the whole body.
+    """
 
     async def send_in_pieces(message: Message) -> None:
         body = message.get("body", b"")
         if message["type"] == "http.response.start" and message["status"] < 400 and call.fields is not None:
             raise RuntimeError("the answer to a request for candidate sets was made without them")
-        account = call.account
-        if message["type"] != "http.response.body" or account is None or not account.candidates:
+        if message["type"] != "http.response.body" or not call.candidates:
             return await send(message)
         for start in range(0, len(body), _PIECE_BYTES):
-            await send_within_limit(account, body[start : start + _PIECE_BYTES], more_body=True)
+            await send({**message, "body": body[start : start + _PIECE_BYTES], "more_body": True})
         if not message.get("more_body", False):
-            await send_within_limit(account, b"", more_body=False)
+            await send({**message, "body": b""})
 
     return send_in_pieces

@@ -18,6 +18,7 @@ Without the error, the answer would look like an answer to a request that asked 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any
 from sglang_topp import formats
 from sglang_topp_patches.compat.releases import Feature, internals, refused
 from sglang_topp_patches.disaggregation import fetch_prefill_sets
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
@@ -39,6 +41,7 @@ from sglang_topp_patches.scheduler_messages import (
     BASE64,
     DISTRIBUTION,
     KEY,
+    NO_SET,
     NUCLEUS,
     PROMPT_KEY,
     SAMPLER,
@@ -52,6 +55,7 @@ from sglang_topp_patches.scheduler_messages import (
 )
 
 __all__ = [
+    "CALLED",
     "answer_with_status",
     "merge_chunks",
     "receive_entries",
@@ -60,6 +64,19 @@ __all__ = [
     "write_sets",
     "write_sets_of",
 ]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",
+        "Know which fields of a chunk have one entry per token.",
+        ("meta_info", "last_output_offset"),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+        "Abort a request that can only end as an error.",
+        ("rid",),
+    ),
+)
 
 _ARRIVED = "_sglang_topp_arrived"
 _ACCUMULATOR = "_sglang_topp_accumulator"
@@ -70,8 +87,9 @@ _PER_TOKEN = (
 )
 
 
+@before("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output")
 def receive_entries(self: Any, recv_obj: Any) -> None:
-    """BEFORE hook on `TokenizerManager._handle_batch_output`: take sets out of a scheduler's message.
+    """Take sets out of a scheduler's message.
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
@@ -85,6 +103,7 @@ def receive_entries(self: Any, recv_obj: Any) -> None:
     setattr(self, _ARRIVED, dict(zip(recv_obj.rids, ours, strict=True)))
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info", state=HttpProcess)
 def write_meta_info(
     process: HttpProcess,
     result: None,
@@ -96,7 +115,7 @@ def write_meta_info(
     return_text_in_logprobs: bool,
     **kwargs: Any,
 ) -> None:
-    """AFTER hook on `TokenizerManager.add_logprob_to_meta_info`: add candidate sets to the answer."""
+    """Add candidate sets to the answer."""
     finished = meta_info["finish_reason"] is not None
     get = vars(state.obj).get
     field, base64 = asking_field(get), get(BASE64)
@@ -117,6 +136,9 @@ def write_meta_info(
 
     accumulator = _accumulator(state)
     accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), (), ())))
+    if accumulator.lacks_first and accumulator.question is None and accumulator.first_token_id is not None:
+        asking = fetch_prefill_sets.fetch_first_token(self.server_args, state, accumulator.first_token_id)
+        accumulator.question = asyncio.create_task(asking)
     if accumulator.has_failed and not finished:
         accumulator.is_aborted = True
         self.abort_request(state.obj.rid)
@@ -141,6 +163,11 @@ def write_meta_info(
     meta_info[KEY] = [start, accumulator.num_tokens]
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    state=HttpProcess,
+)
 def write_sets(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -150,7 +177,7 @@ def write_sets(
     state: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._stream_one_response`: write the sets into each chunk that is sent.
+    """Write the sets into each chunk that is sent.
 
     If a client reads more slowly than the engine generates, SGLang omits some chunks, and the next chunk
     covers the tokens of the omitted chunks. The hook writes sets only into the chunks that SGLang sends to
@@ -162,16 +189,26 @@ def write_sets(
     return _with_sets(process, chunks, self, state)
 
 
+@after(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+    since="0.5.19",
+    until="0.5.23",
+)
 def answer_with_status(
     chunks: AsyncGenerator[dict[str, Any], None], self: Any, *, obj: Any, **kwargs: Any
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AFTER hook on `TokenizerManager._stream_one_response` before 0.5.23: set each error's HTTP status.
+    """Set each error's HTTP status.
 
     Before 0.5.23, SGLang answers only some errors with their own HTTP status.
     """
     return _with_status(chunks, obj) if asking_field(vars(obj).get) else chunks
 
 
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+    until="0.5.19",
+    state=HttpProcess,
+)
 def write_sets_of(
     process: HttpProcess,
     original: Callable[..., AsyncGenerator[dict[str, Any], None]],
@@ -179,7 +216,7 @@ def write_sets_of(
     obj: Any,
     request: Any = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """AROUND hook on `TokenizerManager._wait_one_response` before 0.5.19: write sets and error statuses.
+    """Write sets and error statuses.
 
     This hook combines `write_sets` and `answer_with_status`.
     """
@@ -214,20 +251,15 @@ async def _with_sets(
 ) -> AsyncGenerator[dict[str, Any], None]:
     accumulator = _accumulator(state)
     abort = partial(self.abort_request, state.obj.rid)
-    accumulator.attach(current_call.get(), process.in_flight, abort)
-    asking = fetch_prefill_sets.open_question(self.server_args, state.obj)
-    async with aclosing(chunks), asking as question:
+    accumulator.attach(current_call.get(), process.in_flight)
+    async with aclosing(chunks):
         async for out in chunks:
-            accumulator.check_call()
             meta_info = out["meta_info"]
             reason = meta_info.get("finish_reason")
             if meta_info.get(KEY) is not None:
                 if accumulator.lacks_first:
-                    token_id = accumulator.first_token_id
-                    accumulator.add_first_token(
-                        await fetch_prefill_sets.fetch_first_token(question, state, token_id)
-                    )
-                    accumulator.check_call()
+                    assert accumulator.question is not None
+                    accumulator.add_first_token(await accumulator.question)
                 if problem := accumulator.check(None):
                     abort()
                     field = asking_field(vars(state.obj).get)
@@ -282,7 +314,7 @@ def _write_our_fields(
         target.update(accumulator.weight_spans.meta_info(stop))
     sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
     if accumulator.prompt:
-        sides.append(("input", join(accumulator.prompt)))
+        sides.append(("input", join(None if row == NO_SET else row for row in accumulator.prompt)))
     for side, positions in sides:
         if getattr(obj, BASE64, False):
             fields = formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
@@ -298,10 +330,11 @@ def _accumulator(state: Any) -> ResponseAccumulator:
     return accumulator
 
 
+@after("sglang.srt.managers.tokenizer_manager.TokenizerManager._coalesce_streaming_chunks")
 def merge_chunks(
     result: dict[str, Any], self: Any, out_list: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """AFTER hook on `TokenizerManager._coalesce_streaming_chunks`: keep all sets of merged chunks."""
+    """Keep all sets of merged chunks."""
     if "meta_info" in result:
         parts = [chunk["meta_info"] for chunk in out_list]
         result["meta_info"].update(formats.merge_stream_chunks(parts))
@@ -315,8 +348,9 @@ def merge_chunks(
     return result
 
 
+@around("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req")
 def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) -> None:
-    """AROUND hook on `TokenizerManager._handle_abort_req`: correct an aborted answer's last chunk.
+    """Correct an aborted answer's last chunk.
 
     When SGLang retracts a running request, for example for a pause, the request goes back to the scheduler's
     queue. SGLang may already have streamed a part of the request's answer. If the request is aborted in the

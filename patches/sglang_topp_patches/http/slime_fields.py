@@ -21,7 +21,7 @@ from typing import Any
 from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.formats.field_parsing import INT32, b64text
-from sglang_topp_patches.refusal_reasons import nucleus_problem
+from sglang_topp_patches.capabilities import nucleus_problem
 from sglang_topp_patches.scheduler_messages import NUCLEUS, Positions
 
 __all__ = ["check_request", "nucleus_threshold", "write_nuclei"]

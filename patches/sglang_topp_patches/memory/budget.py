@@ -1,35 +1,33 @@
-"""Limit the number of candidates in this process, per sample and for all requests in flight.
+"""Limit the number of candidates, per sample and for all requests that a process has in flight.
 
 With `top_logprobs_p` = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never
-truncated. Instead, requests end with an error that names the exceeded limit, and their sets are freed:
+truncated. Instead, there are two limits, and an error names the one that was exceeded:
 
-- If a sample has more candidates than one sample may have, the sample's request ends.
-- If all requests in flight together have too many candidates, the request with the most candidates ends.
+- A sample with more candidates than one sample may have ends with a 413.
+- While a process holds more candidates than fit, it answers new requests for sets with a 429. Requests that
+  it has accepted are not ended.
 
-Each of SGLang's processes counts the candidates that it holds. A sample's candidates stay in the scheduler's
-count until the scheduler has sent the candidates to the HTTP process. The candidates of an HTTP call stay in
-the HTTP process's count until the HTTP process has sent the call's answer.
+Only candidates in host memory count. The HTTP process holds those of a call until it has sent the answer; the
+scheduler holds those that it has not sent to the HTTP process yet.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from weakref import WeakSet
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 
 __all__ = [
     "LIST_FORM_COST",
-    "Account",
     "Budget",
     "InFlight",
     "budget",
     "budget_problem",
+    "busy_refusal",
     "per_sample_refusal",
     "prompt_refusal",
 ]
@@ -113,101 +111,27 @@ def budget_problem() -> str:
     return ""
 
 
+@dataclass
 class InFlight:
-    """The counter of all candidates that this process holds.
+    """The number of candidates that this process holds in host memory.
 
-    If the process holds more candidates than `limit`, the request or HTTP call with the most candidates ends
-    with an error.
-
-    Args:
-        limit: the largest number of candidates that all requests and HTTP calls together may hold.
-        trimmer: the object that returns memory to the OS after a request or an HTTP call has freed large
-            sets.
+    Attributes:
+        limit: the number of candidates above which the process refuses new requests for sets.
+        total: the number of candidates now.
     """
 
-    def __init__(self, limit: int, trimmer: HeapTrimmer | None = None) -> None:
-        self.limit = limit
-        self.trimmer = trimmer or HeapTrimmer()
-        self.total = 0
-        self._accounts: WeakSet[Account] = WeakSet()
-
-    def open(self, end: Callable[[str], None] | None) -> Account:
-        """Return a new counter for the candidates of one request or HTTP call, or for other memory.
-
-        Args:
-            end: a function that ends the request or HTTP call. The new counter calls `end` at most once, with
-                the reason as its argument. None means that the new counter counts other memory, such as the
-                log-probs that `scheduler.gpu_staging` keeps for a forward pass.
-        """
-        account = Account(self, end)
-        self._accounts.add(account)
-        return account
-
-    def end_largest(self) -> None:
-        """End the request or HTTP call that holds the most candidates."""
-        largest = max(
-            (account for account in self._accounts if account.has_owner and not account.is_closed),
-            key=lambda account: account.candidates,
-            default=None,
-        )
-        if largest is not None:
-            largest.end(
-                f"the requests in flight hold {self.total} candidates, more than the {self.limit} that fit"
-                f" ({_IN_FLIGHT}), and this one the most of them: {largest.candidates} at"
-                f" {largest.positions} positions; send it again later, with fewer tokens or smaller sets"
-            )
+    limit: int
+    total: int = 0
 
 
-class Account:
-    """The counter of the candidates of one request or HTTP call.
-
-    If an `Account` is garbage-collected, its candidates no longer count against the limits.
-    """
-
-    def __init__(self, in_flight: InFlight, end: Callable[[str], None] | None) -> None:
-        self._in_flight, self._end = in_flight, end
-        self.candidates = self.positions = 0
-        self.is_closed = False
-
-    @property
-    def has_owner(self) -> bool:
-        """Whether the candidates belong to a request or to an HTTP call."""
-        return self._end is not None
-
-    def add(self, candidates: int, positions: int = 1) -> None:
-        """Count more candidates.
-
-        If the process now holds more candidates than the limit, end the request or HTTP call that holds the
-        most candidates. This `Account` may belong to the request or HTTP call that is ended.
-        """
-        if self.is_closed:
-            return
-        self.candidates += candidates
-        self.positions += positions
-        self._in_flight.total += candidates
-        if self._in_flight.total > self._in_flight.limit:
-            self._in_flight.end_largest()
-
-    def end(self, reason: str) -> None:
-        """Close this `Account`, and end the request or HTTP call whose candidates the `Account` counts.
-
-        Do nothing if this `Account` is closed.
-        """
-        if not self.is_closed:
-            self.close()
-            if self._end is not None:
-                self._end(reason)
-
-    def close(self) -> None:
-        """Subtract this `Account`'s candidates from the process's total. Do nothing on later calls."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._in_flight.total -= self.candidates
-            if self.candidates * 8 >= LARGE_BYTES:
-                self._in_flight.trimmer.trim_soon()
-
-    def __del__(self) -> None:
-        self.close()
+def busy_refusal(in_flight: int, limit: int) -> str:
+    """Return the error message for a request for sets that does not fit now, or "" if it fits."""
+    if in_flight <= limit:
+        return ""
+    return (
+        f"the requests in flight hold {in_flight} candidates, more than the {limit} that fit ({_IN_FLIGHT});"
+        " send the request again later"
+    )
 
 
 def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
@@ -223,22 +147,11 @@ def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
     )
 
 
-def prompt_refusal(limits: Budget, *, is_busy: bool) -> str:
-    """Return the error message for a prompt whose candidate sets exceed a limit.
-
-    Args:
-        limits: the limits of this process.
-        is_busy: True if all requests together exceed the limit on candidates in flight, and False if the
-            prompt's sets alone exceed the limit for one sample.
-    """
-    limit, name = (
-        (limits.max_candidates_in_flight, _IN_FLIGHT)
-        if is_busy
-        else (limits.max_candidates_per_sample, _PER_SAMPLE)
-    )
+def prompt_refusal(limits: Budget) -> str:
+    """Return the error message for a prompt that has too many candidates for one sample."""
     return (
-        f"the sets of the prompt's positions, with all that is held beside them, are beyond {limit}"
-        f" candidates ({name}); ask for fewer positions (logprob_start_len) or smaller sets"
+        f"the sets of the prompt's positions have more than {limits.max_candidates_per_sample} candidates"
+        f" ({_PER_SAMPLE}); ask for fewer positions (logprob_start_len) or smaller sets"
     )
 
 

@@ -13,7 +13,16 @@ from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.scheduler.request_budget import charge, end_without_set
 from sglang_topp_patches.scheduler_messages import KEY, Entry, PackedSet
 
-__all__ = ["add_entries", "lowest_logprob"]
+__all__ = ["STREAM_OUTPUT", "STREAM_OUTPUT_BEFORE_0_5_13", "add_entries", "lowest_logprob"]
+
+STREAM_OUTPUT = (
+    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
+)
+"""SGLang's function that sends new tokens, with `customized_info`, in SGLang 0.5.13 and later."""
+
+STREAM_OUTPUT_BEFORE_0_5_13 = (
+    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.stream_output"
+)
 
 
 def add_entries(

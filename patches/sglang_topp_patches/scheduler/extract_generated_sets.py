@@ -28,22 +28,40 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.scheduler import gpu_staging, sampler_candidates
-from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
+from sglang_topp_patches.scheduler.customized_info import (
+    STREAM_OUTPUT,
+    STREAM_OUTPUT_BEFORE_0_5_13,
+    add_entries,
+    lowest_logprob,
+)
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
-from sglang_topp_patches.scheduler.request_budget import close_account, is_refused
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
+from sglang_topp_patches.scheduler.request_budget import is_refused, num_candidates
 from sglang_topp_patches.scheduler.requested_rows import RequestedRows, forward_pass_of
 from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, PackedSet
 
-__all__ = ["GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
+__all__ = ["CALLED", "GeneratedSets", "attach_logprobs", "compute_logprobs", "free_sent_entries", "sample"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.auxiliary_output.CommittedTokens",
+        "Know which tokens became visible.",
+        keywords=("output_index", "token_ids"),
+        since="0.5.20",
+    ),
+)
 
 
+@around("sglang.srt.model_executor.model_runner.ModelRunner.sample")
 def sample(
     original: Callable[..., torch.Tensor], self: Any, logits_output: Any, forward_batch: Any
 ) -> torch.Tensor:
-    """Extract a pass's sets and attach them to its output: AROUND hook on `ModelRunner.sample`."""
+    """Extract a pass's sets and attach them to its output."""
     logits = logits_output.next_token_logits
     if logits is not None and gpu_staging.is_staged(logits):
         gpu_staging.warm_up(logits.shape[1], logits.dtype, logits.device)
@@ -65,6 +83,7 @@ def sample(
     return next_token_ids
 
 
+@around("sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs", since="0.5.16")
 def compute_logprobs(
     original: Callable[..., Any],
     self: Any,
@@ -73,7 +92,7 @@ def compute_logprobs(
     token_ids_logprobs: list[Any],
     batch_next_token_ids: torch.Tensor,
 ) -> Any:
-    """Extract the sets of a pass: AROUND hook on `OutputLogprobProcessor.compute_logprobs`.
+    """Extract the sets of a pass.
 
     The hook extracts the sets before it calls the hooked function, because the hooked function replaces
     log-probs of -inf in place.
@@ -82,6 +101,7 @@ def compute_logprobs(
     return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
 
 
+@around("sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output", until="0.5.16")
 def attach_logprobs(
     original: Callable[..., None],
     self: Any,
@@ -92,7 +112,7 @@ def attach_logprobs(
     sampling_info: Any,
     batch_next_token_ids: torch.Tensor,
 ) -> None:
-    """Extract a pass's sets on SGLang before 0.5.16: AROUND hook on `Sampler._attach_logprobs_to_output`."""
+    """Extract a pass's sets on SGLang before 0.5.16."""
     _take(logprobs, batch_next_token_ids)
     original(
         self,
@@ -199,16 +219,20 @@ class GeneratedSets:
         return ""
 
 
-def free_sent_entries(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Free the sets that were sent: AFTER hook on `SchedulerOutputStreamer.stream_output`.
+@after(STREAM_OUTPUT, since="0.5.13", state=SchedulerProcess)
+@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13", state=SchedulerProcess)
+def free_sent_entries(
+    process: SchedulerProcess, result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Free the sets that were sent.
 
     The list `customized_info[KEY]` of a request has one `Entry` per generated token. When the hook runs,
     SGLang has sent the elements below index `send_token_offset` of this list. Without the hook, the sent sets
     would stay in memory until SGLang frees the request.
     """
     for req in reqs:
-        if req.finished_output:
-            close_account(req)
+        if req.finished_output and num_candidates(req) * 8 >= LARGE_BYTES:
+            process.trimmer.trim_soon()
         info = req.customized_info
         if not info:
             continue

@@ -20,21 +20,16 @@ import numpy as np
 import torch
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.hooks import Seam, after, around
+from sglang_topp_patches.memory.budget import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.gpu_staging import StagedSets
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights, weights_of
-from sglang_topp_patches.scheduler.request_budget import (
-    charge,
-    end_without_set,
-    is_refused,
-    refuse,
-    refuse_prompt,
-)
+from sglang_topp_patches.scheduler.request_budget import charge, end_without_set, is_refused, refuse
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.scheduler_messages import KEY, PROMPT_KEY, Entry, PackedSet
+from sglang_topp_patches.scheduler_messages import KEY, NO_SET, PROMPT_KEY, Entry, PackedSet
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
@@ -42,6 +37,7 @@ _MAX_UNSETTLED_CHUNKS = 2
 _OBSERVER = "sglang_topp_observer"
 
 __all__ = [
+    "CALLED",
     "PassExtraction",
     "PromptSets",
     "compute_logprobs_only",
@@ -52,32 +48,53 @@ __all__ = [
     "process_whole",
 ]
 
+CALLED = (
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        "Read which rows of a pass score which prompt tokens.",
+        keywords=(
+            "extend_logprob_pruned_lens_cpu",
+            "top_logprobs_nums",
+            "extend_input_logprob_token_ids_gpu",
+        ),
+    ),
+)
 
-def forward(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """Extract sets from the logits that SGLang computes: AROUND hook on `InputLogprobProcessor.forward`.
+
+@around("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", since="0.5.16")
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    *,
+    input_logprob_indices: torch.Tensor,
+    get_logits_fn: Callable[..., torch.Tensor],
+    logits_metadata: Any,
+    **kwargs: Any,
+) -> Any:
+    """Extract sets from the logits that SGLang computes.
 
     SGLang passes all arguments of the hooked function by keyword.
     """
-    indices = kwargs["input_logprob_indices"]
-    observer = _observer_of(self, kwargs["logits_metadata"], indices)
+    kwargs |= {"input_logprob_indices": input_logprob_indices, "logits_metadata": logits_metadata}
+    observer = _observer_of(self, logits_metadata, input_logprob_indices)
     if observer is None:
-        return original(self, **kwargs)
-    get_logits = kwargs["get_logits_fn"]
+        return original(self, get_logits_fn=get_logits_fn, **kwargs)
 
     def get_logits_observed(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        logits: torch.Tensor = get_logits(states, *args, **options)
+        logits = get_logits_fn(states, *args, **options)
         observer.add(logits)
         return logits
 
-    result = original(self, **{**kwargs, "get_logits_fn": get_logits_observed})
+    result = original(self, get_logits_fn=get_logits_observed, **kwargs)
     observer.finish()
     return result
 
 
+@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs", until="0.5.16")
 def process_whole(
     original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
 ) -> Any:
-    """Extract all prompt sets of a pass together: AROUND hook on `LogitsProcessor.process_input_logprobs`."""
+    """Extract all prompt sets of a pass together."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     observer = _observer_of(self, logits_metadata, rows)
     if observer is not None:
@@ -86,6 +103,7 @@ def process_whole(
     return original(self, input_logits, logits_metadata)
 
 
+@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs_by_chunk", until="0.5.16")
 def process_by_chunk(
     original: Callable[..., Any],
     self: Any,
@@ -96,7 +114,7 @@ def process_by_chunk(
     lm_head: Any,
     logits_metadata: Any,
 ) -> Any:
-    """Extract prompt sets in chunks: AROUND hook on `LogitsProcessor.process_input_logprobs_by_chunk`."""
+    """Extract prompt sets in chunks."""
     observer = _observer_of(self, logits_metadata, input_logprob_indices)
     setattr(self, _OBSERVER, observer)
     try:
@@ -116,8 +134,9 @@ def process_by_chunk(
     return result
 
 
+@after("sglang.srt.layers.logits_processor.LogitsProcessor._get_logits", until="0.5.16")
 def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extract the prompt sets from a chunk of logits: AFTER hook on `LogitsProcessor._get_logits`."""
+    """Extract the prompt sets from a chunk of logits."""
     if (observer := getattr(self, _OBSERVER, None)) is not None:
         observer.add(result)
 
@@ -136,8 +155,8 @@ class _Observer:
         self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
         self._next_ids = metadata.extend_input_logprob_token_ids_gpu
         self._counts = metadata.extend_logprob_pruned_lens_cpu
-        in_flight, thresholds = forward_pass.process.in_flight, forward_pass.rows.thresholds
-        self._extraction = PassExtraction(in_flight, thresholds, self._counts)
+        in_flight = forward_pass.process.candidates_in_flight
+        self._extraction = PassExtraction(in_flight, forward_pass.rows.thresholds, self._counts)
         self._position = 0
 
     def add(self, logits: torch.Tensor) -> None:
@@ -193,25 +212,31 @@ class PassExtraction:
     """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
 
     At p = 1, the prompt sets of one forward pass may hold more candidates than any device can store. So this
-    class checks the limits (`memory.budget`) during the pass. After a prompt exceeds a limit, the prompt's
-    later rows get no sets.
+    class checks the limits (`memory.budget`) during the pass. A prompt that exceeds the limit per sample gets
+    no more sets. Once the scheduler holds more candidates than fit, neither do the prompts that are not
+    completely extracted yet.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the prompt sets of the pass, in the order of the rows.
-        refused: one item for each request that gets an error instead of sets. The key is the request's
-            index. The value True means that the server is too busy, because all requests together exceed the
-            limit on candidates in flight. The value False means that this request alone exceeds the limit
-            per sample.
+        refused: the HTTP status and the message of each request that gets an error instead of sets, by the
+            request's index.
     """
 
-    def __init__(self, in_flight: InFlight, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+    def __init__(self, in_flight: int, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+        """Begin a pass.
+
+        Args:
+            in_flight: the number of candidates that the scheduler holds before the pass.
+            thresholds: each request's threshold p; 0 if the request gets no prompt sets.
+            counts: the number of scored rows of each request.
+        """
         self._in_flight = in_flight
         self._owners = np.repeat(np.arange(len(counts)), counts)
         self._candidates = np.zeros(len(counts), np.int64)
         self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
         self.chunks: list[Sets] = []
-        self.refused: dict[int, bool] = {}
+        self.refused: dict[int, tuple[HTTPStatus, str]] = {}
         self._num_rows = self._num_settled = 0
 
     def add(self, chunk: Sets) -> None:
@@ -240,30 +265,29 @@ class PassExtraction:
         if len(chunk.token_ids):
             sizes = chunk.offsets.diff().cpu().numpy()
             np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
-            for owner in np.flatnonzero(self._candidates > budget().max_candidates_per_sample):
-                self._refuse(int(owner), is_busy=False)
-            while self._held() > self._in_flight.limit - self._in_flight.total:
-                kept = [owner for owner in range(len(self._candidates)) if owner not in self.refused]
-                self._refuse(max(kept, key=lambda owner: self._candidates[owner]), is_busy=True)
-            if self._candidates.sum() > _VALUES_AT_ONCE:
+            limits, total = budget(), int(self._candidates.sum())
+            for owner in np.flatnonzero(self._candidates > limits.max_candidates_per_sample):
+                self._refuse(int(owner), HTTPStatus.REQUEST_ENTITY_TOO_LARGE, prompt_refusal(limits))
+            if busy := busy_refusal(self._in_flight + total, limits.max_candidates_in_flight):
+                for owner in np.unique(self._owners[self._num_rows + num_rows :]):
+                    self._refuse(int(owner), HTTPStatus.TOO_MANY_REQUESTS, busy)
+            if total > _VALUES_AT_ONCE:
                 # Move the sets to the host, because the device may have less memory than the host. The limits
                 # on candidates are derived from the host's memory.
                 chunk = chunk.map(lambda tensor: tensor.cpu())
         self._num_rows += num_rows
         return chunk
 
-    def _held(self) -> int:
-        return sum(int(n) for owner, n in enumerate(self._candidates) if owner not in self.refused)
-
-    def _refuse(self, owner: int, *, is_busy: bool) -> None:
-        self.refused.setdefault(owner, is_busy)
+    def _refuse(self, owner: int, status: HTTPStatus, reason: str) -> None:
+        self.refused.setdefault(owner, (status, reason))
         self.thresholds[self._owners == owner] = 0
 
 
+@around("sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only")
 def compute_logprobs_only(
     original: Callable[..., None], self: Any, logits_output: Any, forward_batch: Any
 ) -> None:
-    """Attach a pass's prompt sets to its output: AROUND hook on `ModelRunner.compute_logprobs_only`.
+    """Attach a pass's prompt sets to its output.
 
     SGLang calls `compute_logprobs_only` instead of `sample` if `max_new_tokens` is 0, because such a pass
     samples no token.
@@ -275,8 +299,9 @@ def compute_logprobs_only(
         internals().attach(logits_output, PassSets((forward_pass.prompt,)))
 
 
+@after("sglang.srt.managers.schedule_batch.Req.reset_for_retract")
 def forget_rows(result: None, self: Any) -> None:
-    """Free the sets of a partly scored prompt after a retraction: AFTER hook on `Req.reset_for_retract`.
+    """Free the sets of a partly scored prompt after a retraction.
 
     After a retraction, SGLang drops the log-probs of a partly scored prompt, and scores the prompt again. A
     request with an output token has a completely scored prompt, so the hook keeps the sets of this prompt.
@@ -320,7 +345,7 @@ class PromptSets:
     counts: tuple[int, ...]
     chunks: tuple[Sets, ...]
     weights: Weights
-    refused: Mapping[int, bool] = field(default_factory=dict)
+    refused: Mapping[int, tuple[HTTPStatus, str]] = field(default_factory=dict)
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
         """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
@@ -336,10 +361,11 @@ class PromptSets:
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `customized_info`."""
-        packed: list[PackedSet | None] = []
+        packed: list[PackedSet | Entry] = []
         for chunk in (each.on_host() for each in self.chunks):
             packed += [
-                None if row in chunk.problems else each for row, each in enumerate(chunk.packed_sets())
+                Entry(None, chunk.problems[row]) if row in chunk.problems else each
+                for row, each in enumerate(chunk.packed_sets())
             ]
         start = 0
         for row, (req, request_id, p, count) in enumerate(
@@ -352,7 +378,8 @@ class PromptSets:
             if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
                 continue
             if row in self.refused:
-                refuse_prompt(req, is_busy=self.refused[row])
+                status, reason = self.refused[row]
+                refuse(req, reason, status)
                 continue
             info = req.customized_info = req.customized_info or {}
             # If a request has an output token's set, earlier passes already added all sets of the request's
@@ -371,17 +398,31 @@ class PromptSets:
                 )
                 continue
             there = info.setdefault(PROMPT_KEY, internals().prompt_rows())
+            first = req.logprob_start_len + max(0, len(there) - 1)  # the position of the first new row
+            own = [
+                each if _scores_token(req, position) else NO_SET for position, each in enumerate(own, first)
+            ]
             if not there:
                 there.append(Entry(None, weight_version=self.weights.version))
             there.extend(own)
-            if None in own:
+            if any(isinstance(each, Entry) for each in own):
                 end_without_set(req)
                 continue
             charge(req, _num_candidates(own), len(own))
 
 
-def _num_candidates(packed: Sequence[PackedSet | None]) -> int:
-    return sum(len(each[0]) // 4 for each in packed if each is not None)
+def _scores_token(req: Any, position: int) -> bool:
+    """Return whether the row at a prompt position scores a token, and not an image's or an embedding's place.
+
+    A row scores the token at the next position. For an image, SGLang has placeholders there that are no token
+    ids; for `input_embeds`, it makes ids up.
+    """
+    ids, scored = req.origin_input_ids, position + 1
+    return scored >= len(ids) or (req.input_embeds is None and 0 <= ids[scored] < req.vocab_size)
+
+
+def _num_candidates(packed: Sequence[PackedSet | Entry]) -> int:
+    return sum(len(each[0]) // 4 for each in packed if not isinstance(each, Entry))
 
 
 def _no_sets(count: int, device: torch.device) -> ExtractedSets:

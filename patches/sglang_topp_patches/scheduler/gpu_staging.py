@@ -7,8 +7,9 @@ area, the scheduler extracts these sets again from the log-probs. This second ex
 but the scheduler waits for it.
 
 Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
-sets. The memory of the kept log-probs counts against the limits (`memory.budget`). When the scheduler
-processes the results, this module can still read the original log-probs, for three reasons:
+sets. This is device memory, so it does not count against the limits on candidates (`memory.budget`), which
+come from the host's memory. When the scheduler processes the results, this module can still read the original
+log-probs, for three reasons:
 
 - SGLang records a CUDA event after its copies of the results, and waits for this event before the scheduler
   processes the results. By then, no unfinished GPU work of this pass reads or writes the kept log-probs.
@@ -26,25 +27,24 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.memory.budget import budget
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
 
-__all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "warm_up"]
+__all__ = ["StagedSets", "by_threshold", "by_weights", "is_staged", "max_bytes", "warm_up"]
 
 # All rows of a staging area share its capacity, which is proportional to the number of rows. A staging area
 # for fewer than 16 rows gets the capacity for 16 rows, so that a few of its rows can have large sets.
@@ -77,8 +77,7 @@ class _Kept:
     """The tensors that the host needs to repeat the extraction of a pass's sets. `free` drops the tensors.
 
     Attributes:
-        process: the state of this scheduler process. `process.in_flight` counts the memory of the kept
-            tensors.
+        process: the state of this scheduler process.
         sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
@@ -93,18 +92,14 @@ class _Kept:
         logprobs: torch.Tensor,
         lowest: float | None,
         take_again: _TakeAgain,
-        num_bytes: int,
     ) -> None:
         self.process, self.sampled_ids, self.vocab = process, sampled_ids, logprobs.shape[1]
         self.lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
         self.take_again: _TakeAgain | None = take_again
-        self._account = process.in_flight.open(None)
-        self._account.add(num_bytes // _BYTES_PER_CANDIDATE, 0)
 
     def free(self) -> None:
         """Drop the kept tensors now, because SGLang may keep a pass's results until the next pass."""
         self.take_again = None
-        self._account.close()
 
 
 def by_threshold(
@@ -143,7 +138,7 @@ def by_threshold(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again, logprobs.nbytes)
+    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again)
     return StagedSets(area, kept, rows, len(asked))
 
 
@@ -189,8 +184,7 @@ def by_weights(
         capacity=_capacity(num_rows),
         lowest=lowest,
     )
-    num_bytes = sum(each.nbytes for each in (logprobs, is_drawn, token_ids) if each is not None)
-    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again, num_bytes)
+    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again)
     return StagedSets(area, kept, np.arange(num_rows), num_rows)
 
 
@@ -199,14 +193,19 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels before the first request for sets, so that no request waits for the compiler."""
     logprobs = torch.full((1, vocab), -math.log(vocab), dtype=dtype, device=device)
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    # Use a new counter of candidates, so that the sets of this warm-up do not count against the limits.
-    process = SchedulerProcess(InFlight(sys.maxsize))
+    process = SchedulerProcess()
     by_threshold(process, logprobs, [0.5], first, None)
     for width in (1, vocab):
         is_drawn = torch.ones((1, width), dtype=torch.bool, device=device)
         by_weights(
             process, logprobs, first, is_drawn, None if width == vocab else first[None].int(), first, None
         )
+
+
+def max_bytes(scheduler: Any) -> int:
+    """Return the size of the largest staging area that a decode step of SGLang's `Scheduler` may need."""
+    slots = getattr(scheduler.server_args, "speculative_num_draft_tokens", None) or 1
+    return _BYTES_PER_CANDIDATE * _capacity(scheduler.max_running_requests * slots)
 
 
 def _capacity(num_rows: int) -> int:

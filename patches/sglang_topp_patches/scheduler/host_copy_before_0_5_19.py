@@ -28,9 +28,19 @@ import torch
 
 from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import around, before
+from sglang_topp_patches.scheduler.customized_info import STREAM_OUTPUT, STREAM_OUTPUT_BEFORE_0_5_13
 
 __all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
 
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result"
+)
+_RESULTS_BEFORE_0_5_13 = (
+    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.process_batch_result"
+)
+_PREFILL_SERVER = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 _HOST = "sglang_topp_host_output"
 _KEPT = "sglang_topp_kept"
 
@@ -66,8 +76,9 @@ class _Step:
 _step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
 
 
+@before("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", until="0.5.19")
 def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start copying the sets to the host: BEFORE hook on `GenerationBatchResult.copy_to_cpu`.
+    """Start copying the sets to the host.
 
     The CUDA event that SGLang records after its own copies also covers the copies of the candidate sets.
     """
@@ -78,8 +89,10 @@ def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
         setattr(self, _KEPT, output)
 
 
+@around(f"{_RESULTS}_prefill", f"{_RESULTS}_decode", since="0.5.13", until="0.5.19")
+@around(f"{_RESULTS_BEFORE_0_5_13}_prefill", f"{_RESULTS_BEFORE_0_5_13}_decode", until="0.5.13")
 def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
-    """Record the scheduler step for `commit`: AROUND hook on the functions that process a batch's results.
+    """Record the scheduler step for `commit`.
 
     These functions are `process_batch_result_prefill` and `process_batch_result_decode`.
     """
@@ -94,8 +107,9 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
         _free(result)
 
 
+@around(f"{_PREFILL_SERVER}.process_batch_result_disagg_prefill", until="0.5.19")
 def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: Any, result: Any) -> None:
-    """Add the sets of first tokens to the requests: AROUND hook on `process_batch_result_disagg_prefill`.
+    """Add the sets of first tokens to the requests.
 
     A prefill server generates only each request's first token. SGLang sends this token to the HTTP process
     later, after the transfer of the request's KV cache. The hooked function sends no tokens, so the hook can
@@ -110,8 +124,10 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
         _free(result)
 
 
+@before(STREAM_OUTPUT, since="0.5.13", until="0.5.19")
+@before(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13")
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Add the step's sets to the requests before SGLang sends the tokens: BEFORE hook on `stream_output`."""
+    """Add the step's sets to the requests before SGLang sends the tokens."""
     if (step := _step.get()) is not None:
         _step.set(None)
         step.consume()

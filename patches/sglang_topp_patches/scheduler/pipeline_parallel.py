@@ -5,9 +5,9 @@ results of a forward pass from stage to stage as a dictionary. SGLang sends the 
 directly, and pickles all other values. So the last stage puts each tensor of the candidate sets into the
 dictionary as a separate value. SGLang pickles the remaining fields of the sets.
 
-The first stage holds the sets until it sends them to the HTTP process. So the first stage counts the sets
-against the limits of `memory.budget`. A request that exceeds a limit is aborted on all pipeline stages. Until
-the last stage receives the abort, the last stage still extracts the request's sets.
+The first stage holds the sets until it sends them to the HTTP process, so it counts them. A request that
+exceeds its limit (`memory.budget`) is aborted on all pipeline stages. Until the last stage receives the
+abort, the last stage still extracts the request's sets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.hooks import around
+from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler_messages import KEY
 
 __all__ = ["PassPart", "PassSets", "add_to_stage_output", "take_from_stage_output"]
@@ -73,10 +74,15 @@ class PassSets:
             part.consume(batch, commits)
 
 
+@around(
+    "sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors",
+    since="0.5.19",
+    state=SchedulerProcess,
+)
 def add_to_stage_output(
-    in_flight: InFlight, original: Callable[..., None], tensors: MutableMapping[str, Any], output: Any
+    process: SchedulerProcess, original: Callable[..., None], tensors: MutableMapping[str, Any], output: Any
 ) -> None:
-    """Send a pass's sets from the last stage: AROUND hook on `add_auxiliary_output_to_pp_tensors`."""
+    """Send a pass's sets from the last stage."""
     from sglang.srt.runtime_context import get_parallel
 
     outputs = getattr(output, "outputs", (output,))
@@ -101,13 +107,14 @@ def add_to_stage_output(
     for place, tensor in enumerate(flat):
         tensors[f"{KEY}.{place}"] = _indivisible(tensor, get_parallel().attn_tp_size)
     if sum(tensor.nbytes for tensor in flat) >= LARGE_BYTES:
-        in_flight.trimmer.trim_soon()
+        process.trimmer.trim_soon()
 
 
+@around("sglang.srt.managers.scheduler_pp_mixin.pop_auxiliary_output_from_pp_tensors", since="0.5.19")
 def take_from_stage_output(
     original: Callable[..., Any], tensors: MutableMapping[str, Any], observer: Any
 ) -> Any:
-    """Receive a pass's sets in the first stage: AROUND hook on `pop_auxiliary_output_from_pp_tensors`."""
+    """Receive a pass's sets in the first stage."""
     ours, lengths = tensors.pop(KEY, ((), ()))
     flat = [tensors.pop(f"{KEY}.{place}")[:length] for place, length in enumerate(lengths)]
     output = original(tensors, observer)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import after, before
 from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]
@@ -42,6 +43,14 @@ _KEYED_CACHES = frozenset(
 )
 # Attributes of SGLang's `Scheduler` that are true if the scheduler reads KV from outside its process.
 _OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATER_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+_PUSHES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
 _WEIGHTS = "sglang_topp_weights"
 _EXTRA_KEY = "sglang_topp_extra_key"
 
@@ -74,10 +83,15 @@ class PrefixCache:
         self._secret = secrets.token_hex(16)
         self.has_only_current_weights = True
 
+    @before(*(f"{_UPDATER}.{push}" for push in _PUSHES), since="0.5.13")
+    @before(*(f"{_UPDATER}.{end}_weight_update" for end in ("begin", "end")), since="0.5.21")
+    @before(*(f"{_UPDATER_BEFORE_0_5_13}.{push}" for push in _PUSHES), until="0.5.13")
     def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
-        """Count a weight push: BEFORE hook on the functions that change the weights.
+        """Count a weight push.
 
-        The method also counts a push that fails, because a failed push may have changed some weights.
+        The method also counts a push that fails, because a failed push may have changed some weights. Between
+        `begin_weight_update` and `end_weight_update`, other processes may write the weights directly (P2P or
+        RDMA).
         """
         # Wait for the accelerator, which may still run the last forward pass with the old weights.
         if torch.accelerator.is_available():
@@ -85,8 +99,9 @@ class PrefixCache:
         self.pushes += 1
         self.has_only_current_weights = False
 
+    @after("sglang.srt.managers.scheduler.Scheduler.flush_cache")
     def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """Record that no KV of older weights is cached any more: AFTER hook on `Scheduler.flush_cache`.
+        """Record that no KV of older weights is cached any more.
 
         SGLang does not flush the cache while a request holds KV.
         """
@@ -97,8 +112,9 @@ class PrefixCache:
         """Identify the weights that SGLang would use if a forward pass began now."""
         return Weights(self.pushes, internals().weight_version())
 
+    @before("sglang.srt.managers.schedule_batch.Req.init_next_round_input")
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Choose the cache namespace of a scored prompt: BEFORE hook on `Req.init_next_round_input`.
+        """Choose the cache namespace of a scored prompt.
 
         SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. SGLang then looks up
         a cached prefix in the request's namespace. For the later chunks of a prompt, SGLang omits

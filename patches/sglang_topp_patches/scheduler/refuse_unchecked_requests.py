@@ -11,13 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_topp_patches.refusal_reasons import (
-    nucleus_problem,
-    request_problem,
-    server_problems,
-    source_problems,
-    verification_problem,
-)
+from sglang_topp_patches.capabilities import nucleus_problem, request_problem
+from sglang_topp_patches.hooks import Seam, before
 from sglang_topp_patches.scheduler.prefix_cache_per_weights import outside_kv_problem, scores_prompt
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import admit
@@ -31,11 +26,20 @@ from sglang_topp_patches.scheduler_messages import (
     custom_params,
 )
 
-__all__ = ["check_request"]
+__all__ = ["CALLED", "check_request"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
+        "Refuse a request in the scheduler.",
+        ("error_msg",),
+    ),
+)
 
 
+@before("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", always=True, state=SchedulerProcess)
 def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a request that cannot get exact sets: BEFORE hook on `Scheduler._add_request_to_queue`.
+    """Refuse a request that cannot get exact sets.
 
     The hook also checks the sampling parameters, after SGLang has filled in the model's defaults. The checks
     in the HTTP process run before SGLang fills in the model's defaults.
@@ -44,24 +48,23 @@ def check_request(process: SchedulerProcess, self: Any, req: Any, *args: Any, **
     field = asking_field(custom.get)
     if not field:
         return
-    admit(req, process.in_flight)
+    admit(req, process)
     if req.to_finish is not None:
         return
-    params = req.sampling_params
+    params, served = req.sampling_params, process.capabilities_of(self)
     problem = (
         request_problem(params.temperature)
-        or verification_problem(self.server_args, params.top_k)
+        or (served.speculative if params.top_k != 1 else "")
         or _prompt_problem(self, req)
         or _nucleus_problem(params, custom)
     )
     if KEY not in custom:
-        causes = server_problems(self.server_args)
         problem = (
-            "; ".join(causes)
+            served.sets
             or "it came through an entry point that cannot carry candidate sets; ask POST /generate"
         )
-    elif field == SOURCE and (causes := source_problems()):
-        problem = "; ".join(causes)
+    elif field == SOURCE and served.sampler:
+        problem = served.sampler
     if problem:
         for name in FIELDS:
             custom.pop(name, None)

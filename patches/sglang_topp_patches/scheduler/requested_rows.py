@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import THRESHOLD, custom_params, from_sampler
@@ -77,10 +78,11 @@ class TopLogprobsNums(list[int]):
     forward_pass: ForwardPass
 
 
+@after("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", state=SchedulerProcess)
 def note_requested_rows(
     process: SchedulerProcess, forward_batch: Any, cls: type[Any], batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the rows that ask for sets: AFTER hook on `ForwardBatch.init_new`.
+    """Record the rows that ask for sets.
 
     The rows of the pass are in the order of the batch's requests.
     """

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp_patches.hooks import around
 from sglang_topp_patches.scheduler.extraction import Sets, extract_support
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass
@@ -133,6 +134,7 @@ def current_capture() -> Capture | None:
     return _capture.get()
 
 
+@around("sglang.srt.layers.sampler.Sampler._sample_from_probs", since="0.5.20")
 def sample_from_probs(
     original: Callable[..., tuple[torch.Tensor, Any]],
     self: Any,
@@ -141,7 +143,7 @@ def sample_from_probs(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Record the filtered probabilities of a sampler call: AROUND hook on `Sampler._sample_from_probs`."""
+    """Record the filtered probabilities of a sampler call."""
     capture = current_capture()
     drawing = capture.drawing if capture else None
     if drawing is None:
@@ -167,16 +169,21 @@ def sample_from_probs(
     return sampled_ids, captured._replace(**own, batch_rows=native)
 
 
+@around("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", since="0.5.22")
 def rank_only_top_k(
     original: Callable[..., Any],
     probs: torch.Tensor,
     top_ks: torch.Tensor,
-    *args: Any,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: torch.Tensor | None,
+    positions: torch.Tensor,
+    *,
     return_filtered_probs: bool = False,
     max_top_k: int | None = None,
-    **kwargs: Any,
 ) -> Any:
-    """Sort only `max_top_k` tokens per row: AROUND hook on `top_k_top_p_min_p_sampling_from_probs_torch`.
+    """Sort only `max_top_k` tokens per row.
 
     `max_top_k` is the largest top_k in the batch, if every row has a top_k. The sampler can draw only the
     `max_top_k` most likely tokens of each row, so it suffices to sort these tokens. Without this hook, SGLang
@@ -184,23 +191,16 @@ def rank_only_top_k(
 
     If the batch has a sampling seed, SGLang sorts the whole vocabulary with or without this hook.
     """
-    seed = kwargs.get("sampling_seed", args[3] if len(args) > 3 else None)
+    arguments = (top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
     is_wide = max_top_k is None or max_top_k >= probs.shape[-1]
     capture = current_capture()
     is_captured = capture is not None and capture.drawing is not None
-    if not is_captured or not return_filtered_probs or seed is not None or is_wide:
-        return original(
-            probs,
-            top_ks,
-            *args,
-            return_filtered_probs=return_filtered_probs,
-            max_top_k=max_top_k,
-            **kwargs,
-        )
+    if not is_captured or not return_filtered_probs or sampling_seed is not None or is_wide:
+        return original(probs, *arguments, return_filtered_probs=return_filtered_probs, max_top_k=max_top_k)
     assert max_top_k is not None
     highest, names = probs.topk(max_top_k, dim=-1, sorted=True)
     drawn, weights, columns, selected_weight = original(
-        highest, top_ks, *args, return_filtered_probs=True, max_top_k=None, **kwargs
+        highest, *arguments, return_filtered_probs=True, max_top_k=None
     )
     names = names.to(torch.int32)
     token_ids = names.gather(1, columns.long())

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sglang_topp.nucleus.host_to_device import to_device
 from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.hooks import around
 from sglang_topp_patches.scheduler.customized_info import add_entries, lowest_logprob
 from sglang_topp_patches.scheduler.extraction import Sets, extract, extract_support
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
@@ -45,10 +46,11 @@ __all__ = ["VerifiedSets", "compute_logprobs", "sample"]
 _FIELD = "sglang_topp_verification"
 
 
+@around("sglang.srt.speculative.eagle_utils.eagle_sample", since="0.5.15")
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Record the tokens that a verification drew or could draw: AROUND hook on `eagle_sample`."""
+    """Record the tokens that a verification drew or could draw."""
     internals().begin_pass(logits_output)
     setattr(logits_output, _FIELD, None)
     rows = None if batch.forward_mode.is_idle() else requested_rows(batch)
@@ -62,6 +64,19 @@ def sample(
     return result
 
 
+@around("sglang.srt.layers.logprob_processor.compute_spec_logprobs", since="0.5.18", state=SchedulerProcess)
+@around(
+    "sglang.srt.layers.logprob_processor.compute_spec_v2_logprobs",
+    since="0.5.16",
+    until="0.5.18",
+    state=SchedulerProcess,
+)
+@around(
+    "sglang.srt.layers.utils.logprob.compute_spec_v2_logprobs",
+    since="0.5.15",
+    until="0.5.16",
+    state=SchedulerProcess,
+)
 def compute_logprobs(
     process: SchedulerProcess,
     original: Callable[..., None],
@@ -71,7 +86,7 @@ def compute_logprobs(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Extract a verification's sets: AROUND hook on `compute_spec_logprobs` and `compute_spec_v2_logprobs`.
+    """Extract a verification's sets.
 
     Some speculative algorithms call `compute_spec_logprobs` or `compute_spec_v2_logprobs` with tokens that
     `eagle_sample` did not draw. A token that `eagle_sample` did not draw gets no set, and the token's request

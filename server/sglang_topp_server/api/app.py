@@ -15,24 +15,22 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_client.view.fill_html_template import content_security_policy
 from sglang_topp_server.api.auth import ApiKeyMiddleware
+from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint import SampleEndpoint
 from sglang_topp_server.api.sample_endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
-from sglang_topp_server.api.stream_encoding import NDJSON
 from sglang_topp_server.engine.client import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
-from sglang_topp_server.limits.concurrency import ConcurrencyLimit
-from sglang_topp_server.limits.settings import Limits
-from sglang_topp_server.limits.unsent_samples_memory import MemoryLimit
+from sglang_topp_server.limits import BodyReader, ConcurrencyLimit, DisconnectedError, MemoryLimit
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.schemas.abort import AbortAnswer, AbortBody, parse_abort
 from sglang_topp_server.schemas.error_answer import ErrorAnswer
-from sglang_topp_server.schemas.info import EngineInfo, Info, LimitsInfo, ModelInfo, PatchInfo
+from sglang_topp_server.schemas.info import EngineInfo, Info, ModelInfo, PatchInfo
 from sglang_topp_server.schemas.rollouts import RolloutsAnswer, RolloutsBody
 from sglang_topp_server.schemas.scores import ScoresAnswer, ScoresBody
+from sglang_topp_server.settings import Limits
+from sglang_topp_server.view.fill_html_template import content_security_policy
 
 __all__ = ["create_app"]
 
@@ -119,8 +117,7 @@ def create_app(
                 order = parse_abort(body)
         except DisconnectedError:
             raise BadRequestError("the body: the connection closed before its end", status=400) from None
-        await engine.abort(order.request_id)
-        return AbortAnswer()
+        return AbortAnswer(aborted=await engine.abort(order.request_id))
 
     _add_status_routes(app, engine, limits, metrics)
     if recent is not None:
@@ -177,7 +174,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
             engine=EngineInfo(
                 model_path=status.model_path,
                 sglang_version=status.sglang_version,
-                weight_version=status.weight_version,
+                weight_version=await engine.weight_version(),
                 model=None if status.model is None else ModelInfo.of(status.model),
             ),
             patch=PatchInfo(
@@ -186,7 +183,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
                 seams=status.patch.get("seams"),
                 problems=status.problems,
             ),
-            limits=LimitsInfo.of(limits),
+            limits=limits,
         )
 
     @app.get("/metrics", response_class=Response)

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.view.build_page import page_of_rollouts
-from sglang_topp_server.limits.unsent_samples_memory import num_bytes_of
+from sglang_topp_server.limits import num_bytes_of
+from sglang_topp_server.view.build_page import page_of_rollouts
 
 __all__ = ["RecentRollouts"]
 

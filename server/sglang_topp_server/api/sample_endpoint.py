@@ -28,18 +28,29 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.transport.trace_context import forward_trace
-from sglang_topp_server.api.json_chunks import SampleJson, rechunk
+from sglang_topp_server.api.encodings import (
+    Encoding,
+    JsonLines,
+    SampleJson,
+    accepted_encoding,
+    encode,
+    rechunk,
+)
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint_spec import EndpointSpec, place_of
-from sglang_topp_server.api.stream_encoding import Encoding, JsonLines, accepted_encoding, encode
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits.body_reader import BodyReader, DisconnectedError
-from sglang_topp_server.limits.concurrency import ConcurrencyLimit
-from sglang_topp_server.limits.settings import Limits
-from sglang_topp_server.limits.unsent_samples_memory import MemoryLimit, MemoryShare, num_bytes_of
+from sglang_topp_server.limits import (
+    BodyReader,
+    ConcurrencyLimit,
+    DisconnectedError,
+    MemoryLimit,
+    MemoryShare,
+    num_bytes_of,
+)
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.settings import Limits
 
 __all__ = ["SampleEndpoint"]
 
@@ -59,7 +70,7 @@ class SampleEndpoint(Response):
         engine: generates the samples.
         limits: the request limits.
         bodies: reads the request's body.
-        concurrency: limits the requests in flight.
+        concurrency: limits the samples in flight.
         memory: limits the memory of finished samples that are not sent yet.
         metrics: counts the request.
         recent: keeps the finished rollouts for `GET /view`; None if `GET /view` is off.
@@ -94,27 +105,20 @@ class SampleEndpoint(Response):
         self._encoding = accepted_encoding(Headers(scope=scope), self._spec.media_type)
         is_admitted = False
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                # If too many requests are in flight, refuse this request before the sidecar reads the
-                # request's body. After the sidecar has read the body, `with self._concurrency` checks the
-                # limit again.
-                self._concurrency.require_place()
-                request = await self._read(Headers(scope=scope), receive)
-                with self._concurrency:
-                    model = await self._engine.require_ready()
-                    # Check the request in a thread, because checking millions of token ids takes
-                    # milliseconds.
-                    survives_grammars = self._engine.status.survives_grammars
-                    await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
-                    is_admitted = True
-                    outcome = await self._answer(request, receive, send)
+            # Refuse the request before its body is read if the limit is reached; `admit` checks again.
+            self._concurrency.require_place()
+            request = await self._read(Headers(scope=scope), receive)
+            with self._concurrency.admit(sum(len(one.samples) for one in request.wanted)):
+                model = await self._engine.require_ready()
+                # Check the request in a thread, because checking millions of token ids takes
+                # milliseconds.
+                survives_grammars = self._engine.status.survives_grammars
+                await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
+                is_admitted = True
+                outcome = await self._answer(request, receive, send)
             error: SglangToppError | None = None
         except DisconnectedError:
             error, outcome = None, "aborted"
-        except TimeoutError:
-            error = RequestTimeoutError(
-                f"the request took longer than this server's limit of {self._limits.timeout_s:g} s"
-            )
         except asyncio.CancelledError:
             error = ServerError("the sidecar is stopping", status=503)
         except Exception as cause:

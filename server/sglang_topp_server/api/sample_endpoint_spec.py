@@ -14,10 +14,10 @@ from sglang_topp.engine_contract.fatal_requests import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.codecs import rollout_binary, score_codecs
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import parse_rollouts
 from sglang_topp_server.schemas.scores import parse_scores
+from sglang_topp_server.settings import Limits
 
 __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
 

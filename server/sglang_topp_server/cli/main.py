@@ -9,26 +9,17 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_server.cli.commands import (
-    demo,
-    doctor,
-    generate,
-    rollouts,
-    serve,
-    shell_completion,
-    sidecar,
-    view,
-)
-from sglang_topp_server.cli.exit_status import FAILED, INTERRUPTED, USAGE, fail
+from sglang_topp_server.cli.commands import doctor, generate, rollouts, serve, sidecar, view
+from sglang_topp_server.cli.common import FAILED, INTERRUPTED, USAGE, fail
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor, demo, shell_completion)
+_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor)
 _EXTRAS = {
     **dict.fromkeys(
         ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core"), "server"
     ),
-    **dict.fromkeys(("rich", "shtab"), "cli"),
+    "rich": "cli",
 }
 _EPILOG = """\
 exit status:
@@ -52,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # arguments at `--` before argparse parses them.
     split = given.index("--") if "--" in given else len(given)
     parser = _parser()
-    args = parser.parse_args(given[:split])
+    args, unknown = parser.parse_known_args(given[:split])
     args.sglang_args = given[split + 1 :]
+    if unknown:
+        hint = "; put SGLang's own arguments after --" if args.takes_sglang_args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.sglang_args and not args.takes_sglang_args:
         parser.error("arguments after -- are SGLang's, and only `serve` starts it")
     run: Callable[[argparse.Namespace], int] = args.run
@@ -91,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
-    parser.set_defaults(takes_sglang_args=False, root=parser)
+    parser.set_defaults(takes_sglang_args=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)

@@ -7,12 +7,11 @@ import resource
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from sglang_topp_server.cli.api_keys import ENGINE_KEY, SIDECAR_KEY, read_key
-from sglang_topp_server.cli.argument_types import count, port, seconds
-from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.cli.common import ENGINE_KEY, SIDECAR_KEY, count, port, read_key, seconds
+from sglang_topp_server.settings import Limits
 
 if TYPE_CHECKING:
-    from sglang_topp_server.process.sidecar_settings import Settings
+    from sglang_topp_server.settings import Settings
 
 __all__ = ["KEYS_NOTE", "add_sidecar_options", "raise_file_limit", "settings_of"]
 
@@ -30,16 +29,15 @@ def add_sidecar_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the sidecar's listen address (%(default)s)")
     parser.add_argument("--port", type=port, default=30010, help="the sidecar's port (%(default)s; 0: free)")
     for name, kind, default, what in (
-        ("--max-in-flight", count, limits.max_in_flight, "maximum requests at once; more get a 429"),
+        ("--max-in-flight", count, limits.max_in_flight, "samples at once from which on requests get a 429"),
         ("--max-samples", count, limits.max_samples, "maximum samples of one request: prompts times n"),
         ("--max-body-bytes", count, limits.max_body_bytes, "maximum bytes of one request body"),
-        ("--timeout-s", seconds, limits.timeout_s, "time limit in seconds of one request"),
         (
-            "--max-stall-s",
+            "--io-timeout-s",
             seconds,
-            limits.max_stall_s,
-            "seconds that a request body may fall behind 64 KiB/s before it gets a 408, and that a caller may"
-            " leave its answer unread before its connection is reset",
+            limits.io_timeout_s,
+            "seconds that a caller has to send its body before it gets a 408, and that it may leave its"
+            " answer unread before its connection is reset",
         ),
         (
             "--max-held-bytes",
@@ -70,7 +68,7 @@ def settings_of(args: argparse.Namespace, engine_url: str, **others: float) -> S
     Raises:
         InvalidInputError: a key is empty, or begins or ends with white space.
     """
-    from sglang_topp_server.process.sidecar_settings import Settings
+    from sglang_topp_server.settings import Settings
 
     return Settings(
         host=args.host,

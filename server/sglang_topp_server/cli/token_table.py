@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_topp_client import Rollout
-from sglang_topp_client.view.token_text import TokenTexts
+from sglang_topp_server.view.token_text import TokenTexts
 
 __all__ = ["print_rollouts", "server_token_texts", "token_texts"]
 

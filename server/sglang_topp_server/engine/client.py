@@ -23,7 +23,7 @@ from sglang_topp_client.requests.plan_score import ScoreRequest
 from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits.unsent_samples_memory import MemoryShare, num_bytes_of
+from sglang_topp_server.limits import MemoryShare, num_bytes_of
 from sglang_topp_server.schemas.field_types import SampleBody
 from sglang_topp_server.schemas.rollouts import RolloutsBody
 
@@ -65,12 +65,13 @@ class EngineClient:
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
         # The engine may have closed an idle connection, so the sidecar repeats a failed call to the engine
-        # once. Only the sidecar's caller makes further retries. If the sidecar retried as often as its
-        # caller, the numbers of retries would multiply.
+        # once. Only the sidecar's caller makes further retries, and waits if the engine refuses requests. If
+        # the sidecar retried as often as its caller, the numbers of retries would multiply.
         self._runner = MethodCallRunner(
             [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
             kind="sglang",
             max_retries=1,
+            waits_out_refusals=False,
             max_long_messages=_MAX_LONG_MESSAGES,
         )
         self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
@@ -108,6 +109,10 @@ class EngineClient:
         if not self._has_been_ready or self.status.model is None:
             raise ServerError(self.status.reason, status=503)
         return self.status.model
+
+    async def weight_version(self) -> str | None:
+        """Return the version of the engine's weights, or None if the engine doesn't answer."""
+        return await self._probe.weight_version()
 
     async def _generate_one(self, timeout_s: float) -> None:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""
@@ -195,23 +200,23 @@ class EngineClient:
             [wanted], existing=existing, on_abort=request.on_abort, request_id=request.request_id
         )
 
-    async def abort(self, request_id: str | None) -> None:
-        """Abort one request, or all requests in the engine.
+    async def abort(self, request_id: str | None) -> int | None:
+        """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.
 
         The field `on_abort` of each aborted request decides what the caller of that request receives.
 
         Args:
             request_id: the id that a caller gave to its request, or the engine's own id of a request. If
-                `request_id` is None, the engine aborts all requests.
+                `request_id` is None, the engine aborts all requests, whose number is unknown.
 
         Raises:
             SglangToppError: the engine refused the abort, or did not answer.
         """
         try:
-            if request_id is None:
-                await self._runner.abort_all()
-            else:
-                await self._runner.abort(request_id)
+            if request_id is not None:
+                return await self._runner.abort(request_id)
+            await self._runner.abort_all()
+            return None
         except SglangToppError as error:
             raise from_engine_error(error) from error
 

@@ -38,6 +38,8 @@ _TIMEOUT_S = 30.0
 # The timeout of a request to a gateway's worker. A gateway may list workers that this machine cannot reach,
 # so this timeout is shorter than `_TIMEOUT_S`.
 _WORKER_TIMEOUT_S = 10.0
+# `GET /info` waits this long for the version of the weights.
+_VERSION_TIMEOUT_S = 5.0
 _INFO, _GATEWAYS_INFO = "/server_info", "/get_server_info"
 
 
@@ -50,8 +52,8 @@ class EngineStatus:
             `starting`: the engine answers but cannot generate yet. `unpatched`: the engine answers but
             returns no candidate sets. `ready`: the engine returns candidate sets.
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
-        model_path, sglang_version, weight_version: the values that the engine reported. A gateway reports the
-            values of one of its workers.
+        model_path, sglang_version: the values that the engine reported. A gateway reports the values of one
+            of its workers.
         patch: the patch set's report of its state; empty if the engine sent no report, or returned no
             candidate set for the probe's test request.
         model: the sizes of the engine's model, such as its vocabulary size; None if the engine did not report
@@ -62,7 +64,6 @@ class EngineStatus:
     reason: str = ""
     model_path: str | None = None
     sglang_version: str | None = None
-    weight_version: str | None = None
     patch: dict[str, Any] = field(default_factory=dict)
     model: Model | None = None
 
@@ -126,6 +127,18 @@ class EngineProbe:
             # On any failure, such as a refused connection, invalid JSON, or an unknown host, report the
             # engine as unreachable. The sidecar keeps probing, so a failure is not final.
             return self._silent(known, f"{type(error).__name__}: {error}")
+
+    async def weight_version(self) -> str | None:
+        """Return the version of the engine's weights, or None if the engine doesn't say.
+
+        This is a new request: `/server_info` keeps the version of the engine's start.
+        """
+        with suppress(httpx.HTTPError, ValueError, AttributeError):
+            for path in ("/model_info", "/get_model_info"):
+                answer = await self._http.get(path, timeout=_VERSION_TIMEOUT_S)
+                if answer.status_code == 200:
+                    return _text(answer.json().get("weight_version"))
+        return None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -241,7 +254,6 @@ def _status_of(info: dict[str, Any]) -> EngineStatus:
         "ready",
         model_path=_text(info.get("model_path")),
         sglang_version=_text(info.get("version")),
-        weight_version=_text(info.get("weight_version")),
         patch=patch,
         model=Model.from_record(patch.get("model")),
     )

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
 from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE
-from sglang_topp_server.process.sidecar_settings import Settings
 from sglang_topp_server.process.uvicorn_server import Server
+from sglang_topp_server.settings import Settings
 
 __all__ = ["check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
 
@@ -133,7 +133,7 @@ async def run(settings: Settings, command: Sequence[str] | None = None) -> None:
         stopping.set()
 
     server = Server(settings)
-    listener = listen(settings.host, settings.port, reader_timeout_s=settings.limits.max_stall_s)
+    listener = listen(settings.host, settings.port, reader_timeout_s=settings.limits.io_timeout_s)
     url = url_of(settings.host, listener.getsockname()[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)

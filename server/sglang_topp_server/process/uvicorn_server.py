@@ -10,7 +10,7 @@ import uvicorn
 from sglang_topp.malloc_trim import return_large_blocks_at_once
 from sglang_topp_server.api.app import create_app
 from sglang_topp_server.engine.client import EngineClient
-from sglang_topp_server.process.sidecar_settings import Settings
+from sglang_topp_server.settings import Settings
 
 __all__ = ["Server"]
 

@@ -18,7 +18,8 @@ class AbortBody(BaseModel):
 
     request_id: StrictStr | None = Field(
         default=None,
-        description="The request's `request_id` in `POST /rollouts`, or its id in the engine's log.",
+        description="The request's `request_id` in `POST /rollouts` or in the Python client, or its id in the"
+        " engine's log.",
     )
     all: StrictBool = Field(default=False, description="Abort all requests in the engine, of all callers.")
 
@@ -47,3 +48,8 @@ class AbortAnswer(BaseModel):
     """
 
     status: str = "ok"
+    aborted: int | None = Field(
+        default=None,
+        description="How many prompts of this sidecar's requests it aborted. Null for `all`, which also"
+        " aborts requests that others sent to the engine.",
+    )

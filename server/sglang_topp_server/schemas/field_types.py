@@ -39,58 +39,18 @@ Prompts: TypeAlias = Annotated[
     Any, WithJsonSchema({"anyOf": [*_TEXTS_OR_IDS, _MESSAGES, {"type": "array", "items": _MESSAGES}]})
 ]
 Sequences: TypeAlias = Annotated[Any, WithJsonSchema({"anyOf": _TEXTS_OR_IDS})]
-_PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
-Threshold: TypeAlias = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _PROBABILITY,
-                {"type": "array", "items": {"anyOf": [_PROBABILITY, {"type": "null"}]}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-_SOURCE = {"type": "string", "enum": [DISTRIBUTION, SAMPLER]}
-Source: TypeAlias = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _SOURCE,
-                {"type": "array", "items": {"anyOf": [_SOURCE, {"type": "null"}]}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-_COUNT = {"type": "integer", "minimum": 0}
-Counts: TypeAlias = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _COUNT,
-                {"type": "array", "items": {"anyOf": [_COUNT, {"type": "null"}]}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-_POSITION = {"type": "integer", "minimum": 1}
-Start: TypeAlias = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _POSITION,
-                {"type": "array", "items": {"anyOf": [_POSITION, {"type": "null"}]}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+
+
+def _one_or_each(item: dict[str, Any]) -> WithJsonSchema:
+    """Return the schema of a field with one value for all prompts, or a list with one value per prompt."""
+    each = {"type": "array", "items": {"anyOf": [item, {"type": "null"}]}}
+    return WithJsonSchema({"anyOf": [item, each, {"type": "null"}]})
+
+
+Threshold: TypeAlias = Annotated[Any, _one_or_each({"type": "number", "minimum": 0, "maximum": 1})]
+Source: TypeAlias = Annotated[Any, _one_or_each({"type": "string", "enum": [DISTRIBUTION, SAMPLER]})]
+Counts: TypeAlias = Annotated[Any, _one_or_each({"type": "integer", "minimum": 0})]
+Start: TypeAlias = Annotated[Any, _one_or_each({"type": "integer", "minimum": 1})]
 Records: TypeAlias = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]})
 ]

@@ -9,9 +9,9 @@ from pydantic import BaseModel, Field
 
 from sglang_topp.engine_contract.fatal_requests import Model
 from sglang_topp_client.protocols.sidecar_rollouts import SERVICE
-from sglang_topp_server.limits.settings import Limits
+from sglang_topp_server.settings import Limits
 
-__all__ = ["EngineInfo", "Info", "LimitsInfo", "ModelInfo", "PatchInfo"]
+__all__ = ["EngineInfo", "Info", "ModelInfo", "PatchInfo"]
 
 
 class ModelInfo(BaseModel):
@@ -32,7 +32,10 @@ class ModelInfo(BaseModel):
 
 
 class EngineInfo(BaseModel):
-    """The engine that the sidecar calls. Each field is null until the engine has reported a value."""
+    """The engine that the sidecar calls. Each field is null until the engine has reported a value.
+
+    `weight_version` is the version at the time of this answer; a gateway reports that of one of its workers.
+    """
 
     model_path: str | None
     sglang_version: str | None
@@ -54,22 +57,6 @@ class PatchInfo(BaseModel):
     problems: list[str]
 
 
-class LimitsInfo(BaseModel):
-    """The sidecar's limits, which `sglang_topp_server.limits.settings.Limits` documents."""
-
-    max_in_flight: int
-    max_samples: int
-    max_body_bytes: int
-    timeout_s: float
-    max_stall_s: float
-    max_held_bytes: int
-
-    @classmethod
-    def of(cls, limits: Limits) -> LimitsInfo:
-        """Build the Pydantic model from the sidecar's `Limits`."""
-        return cls(**asdict(limits))
-
-
 class Info(BaseModel):
     """The answer to `GET /info`."""
 
@@ -79,4 +66,4 @@ class Info(BaseModel):
     reason: str = Field(description="Why the engine is not ready; empty if it is ready.")
     engine: EngineInfo
     patch: PatchInfo
-    limits: LimitsInfo
+    limits: Limits

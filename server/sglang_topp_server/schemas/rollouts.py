@@ -11,7 +11,6 @@ from sglang_topp_client.argument_checks import check_request_id
 from sglang_topp_client.requests.plan_generate import SampleRequest, plan
 from sglang_topp_client.requests.resume import mark_interruptible, plan_resume
 from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.schemas.body_parsing import num_prompts, read_body
 from sglang_topp_server.schemas.field_types import (
     Counts,
@@ -24,6 +23,7 @@ from sglang_topp_server.schemas.field_types import (
     TimeoutS,
 )
 from sglang_topp_server.schemas.resume_input import read_resumed_tokens, read_rollouts
+from sglang_topp_server.settings import Limits
 
 __all__ = ["RolloutRecord", "RolloutsAnswer", "RolloutsBody", "parse_rollouts"]
 

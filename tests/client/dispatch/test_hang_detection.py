@@ -119,18 +119,19 @@ async def test_a_server_that_shuts_down_finishes_what_it_has(fakes):
     assert len(requests) == 1
 
 
-async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, fakes):
+@pytest.mark.parametrize("pause_s", [0.0, 0.2])
+async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, fakes, pause_s):
     """A training step in the event loop's thread delays timers and reads. No server hangs."""
 
     async def slow(asked, reply):
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(6)
         await fakes.answer_generate(asked, reply)
 
     engine.paths["/generate"] = slow
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         work = asyncio.create_task(client.generate([5]))
-        for _ in range(3):
-            await asyncio.sleep(0.2)
+        while not work.done():
+            await asyncio.sleep(pause_s)
             time.sleep(0.8)
         assert len(await work) == 1
 

@@ -145,11 +145,14 @@ def test_if_all_fail_the_earliest_retry_is_chosen(balancer, clock):
     assert take(balancer)[0] == ["b"]
 
 
-def test_the_preferred_endpoint_is_chosen(balancer):
+def test_the_preferred_endpoint_is_chosen_while_it_is_not_busier(balancer):
     _, load = take(balancer, 6, samples=4)
-    with balancer.pick(1, "c") as chosen:
-        assert chosen == "c"
-    end(load)
+    calls = [balancer.pick(1, "c") for _ in range(60)]
+    servers = [call.__enter__() for call in calls]
+    assert servers[:8] == ["c"] * 8
+    counts = [servers.count(server) for server in "abc"]
+    assert max(counts) - min(counts) <= 10
+    end(load + calls)
 
 
 def test_a_failing_preferred_endpoint_is_not_chosen(balancer):

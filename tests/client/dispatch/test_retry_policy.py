@@ -68,8 +68,8 @@ def test_a_budget_is_spent_by_failures():
     assert retry_policy.RetryBudget(2).next_delay_s(errors.WireError("f", "x")) is None
 
 
-def test_waiting_for_an_engine_costs_no_retry():
-    budget = retry_policy.RetryBudget(1, waits_for_engine=True)
+def test_waiting_out_refusals_costs_no_retry():
+    budget = retry_policy.RetryBudget(1, waits_out_refusals=True)
     for error in REFUSALS * 10:
         assert budget.next_delay_s(error) is not None
     assert budget.next_delay_s(errors.TransportError("x")) is not None

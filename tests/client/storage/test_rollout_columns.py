@@ -15,8 +15,8 @@ from sglang_topp_client.storage.rollout_columns import (
     check_rollout,
     num_bytes_of,
     schema,
+    to_batch,
     to_rollouts,
-    to_table,
 )
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -100,7 +100,7 @@ def made(draw):
 def test_every_bit_comes_back(rollouts):
     for rollout in rollouts:
         check_rollout(rollout)
-    back = list(to_rollouts(to_table(rollouts)))
+    back = list(to_rollouts(to_batch(rollouts)))
     assert [bits(one) for one in back] == [bits(one) for one in rollouts]
 
 
@@ -111,7 +111,7 @@ def test_every_field_has_a_column():
 
 
 def test_a_row_does_not_keep_the_table_in_memory(fakes):
-    first, *_ = to_rollouts(to_table([fakes.sample([5], index) for index in range(3)]))
+    first, *_ = to_rollouts(to_batch([fakes.sample([5], index) for index in range(3)]))
     sets = first.candidates
     arrays = (first.prompt_ids, first.output_ids, first.logprobs, sets.token_ids, sets.logprobs, sets.offsets)
     for array in arrays:
@@ -123,7 +123,7 @@ def test_a_row_does_not_keep_the_table_in_memory(fakes):
 def test_equal_sampled_ids_are_not_stored_twice(fakes):
     rollout = fakes.sample([5], 0)
     tool = replace(rollout, candidates=CandidateSets.empty(len(rollout.output_ids)))
-    column = to_table([rollout, tool]).column("candidate_sampled_ids").to_pylist()
+    column = to_batch([rollout, tool]).column("candidate_sampled_ids").to_pylist()
     assert column == [None, [NO_TOKEN] * len(rollout.output_ids)]
 
 

@@ -20,7 +20,7 @@ import pytest
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import Rollout, RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage import atomic_parquet_file
+from sglang_topp_client.storage import parquet_files
 from sglang_topp_client.storage import rollout_files as module
 from tests.documentation_blocks import block_with
 
@@ -109,11 +109,21 @@ def test_a_file_of_no_rollouts_is_valid(path):
     assert pq.read_table(path).num_rows == 0
 
 
-def test_an_existing_path_is_not_overwritten(path, variety):
+def test_an_existing_path_is_refused_before_the_work_and_replaced_if_asked(path, variety):
     save_rollouts(path, variety)
-    with pytest.raises(InvalidInputError, match="got a path that exists, expected a new file"):
-        save_rollouts(path, variety[:1])
+    work = iter(variety[:1])
+    with pytest.raises(
+        InvalidInputError, match="got a path that exists, expected a new file; overwrite=True"
+    ):
+        save_rollouts(path, work)
+    assert list(work) == variety[:1]
     assert same(load_rollouts(path), variety)
+    save_rollouts(path, load_rollouts(path), overwrite=True)
+    assert same(load_rollouts(path), variety)
+    save_rollouts(path, variety[:1], overwrite=True)
+    assert same(load_rollouts(path), variety[:1])
+    with pytest.raises(InvalidInputError, match=r"expected a new file$"):
+        save_rollouts(path.parent, variety, overwrite=True)
 
 
 def test_a_file_appears_once_it_is_whole(path, variety):
@@ -259,7 +269,7 @@ def fail_at(monkeypatch, fault):
     elif fault == "replace":
         monkeypatch.setattr(os, "replace", full)
     else:
-        monkeypatch.setattr(atomic_parquet_file, "sync_directory", full)
+        monkeypatch.setattr(parquet_files, "sync_directory", full)
 
 
 OPEN = open
@@ -272,10 +282,10 @@ class Full:
         self._file, self._left = file, 100
 
     def write(self, data):
+        self._left -= self._file.write(data[: self._left])
         if not self._left:
             raise OSError(28, "No space left on device")
-        self._left -= (count := self._file.write(data[: self._left]))
-        return count
+        return len(data)
 
     def __getattr__(self, name):
         return getattr(self._file, name)
@@ -418,7 +428,7 @@ def test_a_cut_file_is_an_error(path, variety):
 
 def test_a_file_with_other_columns_is_refused(path):
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(WireError, match="got the columns a, expected those that this"):
+    with pytest.raises(WireError, match="prompt_index: got no such column, expected int64"):
         list(load_rollouts(path))
     path.write_bytes(b"{}")
     with pytest.raises(WireError, match="cannot be read"):
@@ -426,6 +436,113 @@ def test_a_file_with_other_columns_is_refused(path):
     # The call itself raises. A generator would raise only in the loop.
     with pytest.raises(FileNotFoundError):
         load_rollouts(path.with_name("none"))
+
+
+# -- files that other programs rewrote -------------------------------------------------------------
+
+
+def rewritten_by_duckdb(path, target, tmp_path):
+    import duckdb
+
+    duckdb.sql(f"copy (select *, 1 as more from '{path}') to '{target}' (format parquet)")
+
+
+def rewritten_by_pandas(path, target, tmp_path):
+    import pandas
+
+    frame = pandas.read_parquet(path)
+    frame["more"] = range(len(frame))
+    frame.sort_index(axis=1).to_parquet(target)
+
+
+def rewritten_by_datasets(path, target, tmp_path):
+    import datasets
+
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    rows.add_column("more", list(range(len(rows)))).to_parquet(str(target))
+
+
+def rewritten_with_the_types_of_polars(path, target, tmp_path):
+    """Polars stores large lists and large strings, and its categories are dictionaries."""
+
+    def large(kind):
+        if pa.types.is_list(kind):
+            return pa.large_list(large(kind.value_type))
+        if pa.types.is_struct(kind):
+            return pa.struct([pa.field(one.name, large(one.type)) for one in reversed(list(kind))])
+        return pa.large_string() if pa.types.is_string(kind) else kind
+
+    table = pq.read_table(path)
+    kinds = {field.name: large(field.type) for field in table.schema}
+    columns = {name: pa.array(table.column(name).to_pylist(), kind) for name, kind in kinds.items()}
+    columns["finish_reason"] = columns["finish_reason"].dictionary_encode()
+    pq.write_table(pa.table(columns), target)
+
+
+def rewritten_with_wide_numbers(path, target, tmp_path):
+    table = pq.read_table(path)
+    wide = {"prompt_index": pa.float64(), "cached_tokens": pa.uint8(), "output_ids": pa.list_(pa.int64())}
+    wide["candidate_logprobs"] = pa.list_(pa.list_(pa.float64()))
+    columns = {name: table.column(name) for name in table.column_names}
+    columns |= {name: pa.array(columns[name].to_pylist(), kind) for name, kind in wide.items()}
+    pq.write_table(pa.table(columns), target)
+
+
+REWRITTEN = [
+    rewritten_by_duckdb,
+    rewritten_by_pandas,
+    rewritten_by_datasets,
+    rewritten_with_the_types_of_polars,
+    rewritten_with_wide_numbers,
+]
+
+
+@pytest.mark.parametrize("are_all_null", [False, True], ids=["values", "nulls"])
+@pytest.mark.parametrize("rewrite", REWRITTEN)
+def test_a_rewritten_file_loads(path, tmp_path, variety, rewrite, are_all_null):
+    rollouts = variety[:-1]  # the last one has NaN as log-probs, which pandas stores as null
+    if are_all_null:
+        nulls = dict.fromkeys(["candidates", "weight_spans", "weight_version", "sampling_params"])
+        rollouts = [replace(one, **nulls, top_logprobs_source=None) for one in rollouts]
+    save_rollouts(path, rollouts)
+    target = tmp_path / "rewritten.parquet"
+    rewrite(path, target, tmp_path)
+    assert pq.read_schema(target) != pq.read_schema(path)
+    assert same(load_rollouts(target), rollouts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_ids": None}, "output_ids: got no such column, expected list<element: int32 not null>"),
+        ({"routing_key": None, "text": None}, "text: got no such column"),
+        ({"output_ids": [[1, 2, 2**31]]}, "output_ids: got int64, expected int32: .*2147483648"),
+        ({"output_ids": [[1.5, 2, 3]]}, "output_ids: got double, expected int32"),
+        ({"output_ids": [[1, None, 3]]}, "output_ids: got null, expected int32"),
+        ({"output_ids": [["1", "2", "3"]]}, "output_ids: got string, expected int32"),
+        ({"output_ids": [7]}, "output_ids: got int64, expected list"),
+        ({"logprobs": [[-0.1, -0.2, -0.3]]}, "logprobs: got double, expected float: a value would change"),
+        ({"candidate_ids": [[[1], None, [3]]]}, "candidate_ids: got null, expected list"),
+        ({"prompt_index": [True]}, "prompt_index: got bool, expected int64"),
+        ({"prompt_index": [None]}, "prompt_index: got null, expected int64"),
+        ({"cached_tokens": np.array([2**63], np.uint64)}, "cached_tokens: got uint64, expected int64"),
+        ({"weight_version": [7]}, "weight_version: got int64, expected string"),
+        ({"text": [b"raw"]}, "text: got binary, expected string"),
+        ({"appended_spans": [[{"start": 0}]]}, "appended_spans: got no end"),
+        ({"weight_versions": [[7]]}, "weight_versions: got int64, expected struct"),
+    ],
+)
+def test_a_column_that_cannot_be_read_is_named(path, variety, changes, message):
+    save_rollouts(path, variety[:1])
+    table = pq.read_table(path)
+    columns = {name: table.column(name) for name in table.column_names}
+    columns |= {name: pa.array(values) for name, values in changes.items() if values is not None}
+    left = {name: column for name, column in columns.items() if changes.get(name, 1) is not None}
+    pq.write_table(pa.table(left), path)
+    with pytest.raises(WireError, match=f"{path}: {message}"):
+        list(load_rollouts(path))
 
 
 # -- other readers ---------------------------------------------------------------------------------

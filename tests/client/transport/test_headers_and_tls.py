@@ -79,12 +79,16 @@ def pushable(engine):
     """An engine that takes weights."""
 
     async def describe(asked, reply):
-        await reply.json({"model_path": "/served"})
+        await reply.json({"model_path": "/served", "sglang_topp": {"is_paused": False}})
+
+    async def checkpoint(asked, reply):
+        await reply.json({"tensors": {"a": [1]}, "optional": []})
 
     async def accept(asked, reply):
         await reply.json({"success": True})
 
     engine.paths["/server_info"] = describe
+    engine.paths["/sglang_topp/checkpoint_tensors"] = checkpoint
     for path in ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"):
         engine.paths[path] = accept
     return engine
@@ -114,7 +118,7 @@ def test_engines_get_the_headers_of_a_push(pushable, sidecar):
 
 async def test_headers_pickle_and_are_never_shown(engine):
     client = AsyncRolloutClient(engine.url, headers={"X-Key": "s3cret"})
-    assert "s3cret" not in repr(client) + repr(client._configs) + repr(client._engines)
+    assert "s3cret" not in repr(client) + repr(client._configs) + repr(client._weights.configs)
     async with pickle.loads(pickle.dumps(client)) as client:
         await client.generate([5])
     assert engine.asked[-1].headers["x-key"] == "s3cret"

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import inspect
+import socket
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -325,3 +326,15 @@ async def test_connections_are_used_again_and_closed_when_idle_for_long(monkeypa
                 await asyncio.sleep(0.01)
         await client.server_info()
         assert len(opened) == 5
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_refused_connection_names_the_command_that_listens_there(host):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        async with AsyncRolloutClient(f"http://{host}:{port}", max_retries=0) as client:
+            with pytest.raises(errors.TransportError) as caught:
+                await client.generate([5])
+    assert f"nothing listens at {host}:{port} (connection refused)" in str(caught.value)
+    assert f"sglang-topp serve --model-path MODEL --port {port}" in str(caught.value)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import distributed
 
-from sglang_topp.errors import InvalidInputError, WeightPushError
+from sglang_topp.errors import BadRequestError, InvalidInputError, WeightPushError
 from sglang_topp_client.weight_push import broadcast_push, tensors_to_push
+from tests.client.weight_push.conftest import TENSORS
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -50,7 +51,8 @@ for _ in range(counts):
 @pytest.fixture
 def engines(start_engines):
     """Two servers, of which the second has two ranks."""
-    return start_engines(UPDATE, PAUSE, CONTINUE, BEGIN, JOIN, LEAVE, END, tp_sizes=(1, 2))
+    tensors = {name: list(tensor.shape) for name, tensor in WEIGHTS}
+    return start_engines(UPDATE, PAUSE, CONTINUE, BEGIN, JOIN, LEAVE, END, tp_sizes=(1, 2), tensors=tensors)
 
 
 @pytest.fixture
@@ -106,7 +108,8 @@ async def test_every_rank_receives_the_tensors(engines, client, monkeypatch, has
         assert output.splitlines() == expected
     for engine in engines:
         assert steps(engine) == [
-            *("/server_info", PAUSE, FLUSH, BEGIN, JOIN, UPDATE, UPDATE, LEAVE, END, FLUSH, CONTINUE),
+            *("/server_info", TENSORS, PAUSE, FLUSH, BEGIN),
+            *(JOIN, UPDATE, UPDATE, LEAVE, END, FLUSH, CONTINUE),
         ]
         first, last = engine.calls
         assert first["names"] + last["names"] == [name for name, _ in WEIGHTS]
@@ -136,9 +139,10 @@ async def test_if_an_engine_fails_no_engines_weights_are_known(engines, client, 
 
 async def test_an_engine_that_does_not_begin_stops_the_push(engines, client, no_group):
     engines[1].paths[BEGIN] = refuse
-    with pytest.raises(WeightPushError, match="reached 0 of 2 engines"):
+    with pytest.raises(BadRequestError, match="not today"):
         await client.push_weights(WEIGHTS, version="8", via="distributed")
-    assert not any(engine.of(JOIN) or engine.of(CONTINUE) for engine in engines)
+    assert not any(engine.of(JOIN) for engine in engines)
+    assert all(engine.of(CONTINUE) for engine in engines)
 
 
 async def test_a_refusal_is_reported_before_the_collective_operation_ends(engines, client, monkeypatch):
@@ -171,7 +175,7 @@ async def test_wrong_weights_are_refused(engines, client, no_group, weights):
 async def test_a_wrong_tensor_after_others_is_a_failed_push(engines, client, no_group, monkeypatch):
     monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
     with pytest.raises(WeightPushError, match=r"weights: got an entry \('b', 1\)"):
-        await client.push_weights([*WEIGHTS, ("b", 1)], version="8", via="distributed")
+        await client.push_weights(iter([*WEIGHTS, ("b", 1)]), version="8", via="distributed")
     assert len(engines[0].calls) == 2
     assert not any(engine.of(CONTINUE) for engine in engines)
 

@@ -44,6 +44,8 @@ def make(model_path: Path, tmp_path: Path) -> Make:
         ({"repetition_penalty": 1.1}, "repetition_penalty: got 1.1, .* penalties are not replayed"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: got .* transformers' options"),
         ({"max_completion_length": None}, "max_completion_length: got None"),
+        ({"top_p": 1.0}, "top_p: got 1.0 with top_k 0 and min_p None, expected one that filters"),
+        ({"top_p": 1.0, "top_k": -1, "min_p": 0.0}, "top_p: got 1.0 with top_k -1"),
     ],
 )
 def test_options(make: Make, config: dict[str, Any], problem: str) -> None:
@@ -174,6 +176,19 @@ def test_sampling_parameters(name: str) -> None:
     client = RolloutClient("http://127.0.0.1:1")  # nothing is sent
     with pytest.raises(InvalidInputError, match=f"sampling_params: got '{name}', expected only ebnf"):
         SGLangRollouts(client, sampling_params={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"via": "pigeon"}, "via: got 'pigeon', expected disk"),
+        ({"folder": "/missing"}, "folder: got '/missing' with via='disk', expected a folder that exists"),
+        ({"via": "tensor", "folder": "/tmp"}, "folder: got '/tmp' with via='tensor'"),
+    ],
+)
+def test_transports(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        SGLangRollouts(RolloutClient("http://127.0.0.1:1"), **arguments)
 
 
 # -- answers of a rollout_func -------------------------------------------------------------------------

@@ -39,14 +39,15 @@ class RecordingServer:
     def __init__(self, server: Any) -> None:
         self._server = server
         self.answers: list[tuple[list[int], Any, CandidateSets]] = []
-        """For each request: the ids of its prompt, verl's `TokenOutput`, and its sets."""
+        """For each request with sets: the ids of its prompt, verl's `TokenOutput`, and its sets."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], **kwargs: Any) -> Any:
         output = await self._server.generate(
             request_id=request_id, prompt_ids=prompt_ids, **copy.deepcopy(kwargs)
         )
-        sets = formats.unpack(output.extra_fields[FIELD])
-        self.answers.append((list(prompt_ids), output.model_copy(deep=True), sets))
+        if FIELD in output.extra_fields:
+            sets = formats.unpack(output.extra_fields[FIELD])
+            self.answers.append((list(prompt_ids), output.model_copy(deep=True), sets))
         return pickle.loads(pickle.dumps(output))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -113,23 +114,62 @@ def test_a_training_process_with_verls_own_engine() -> None:
     adapter._check_engines(SimpleNamespace(worker_dict={"actor_rollout": role}))
 
 
-def test_trajectories_without_their_sets() -> None:
-    """The reason travels in place of the sets, and the engine raises it."""
-    sets = CandidateSets([5, 3, 7], np.log(np.float32([0.5, 0.3, 0.9])), [0, 2, 3], [3, 7])
-    turns = [([3, 7], formats.pack(sets))]
+def sets_of(ids: list[int]) -> CandidateSets:
+    """Return a set of its own size and log-prob for each token."""
+    rng = np.random.default_rng(ids)
+    sizes = rng.integers(1, 4, len(ids))
+    others = [np.r_[token, 100 + np.arange(size - 1)] for token, size in zip(ids, sizes, strict=True)]
+    logprobs = np.sort(np.log(rng.dirichlet(np.ones(sizes.sum()))))[::-1].astype(np.float32)
+    return CandidateSets(np.concatenate(others), logprobs, np.r_[0, np.cumsum(sizes)], ids)
 
-    def joined(turns: Any, ids: list[int], mask: list[int]) -> bytes | str:
-        return adapter._response_sets(turns, SimpleNamespace(response_ids=ids, response_mask=mask))
 
-    packed = joined(turns, [3, 9, 7], [1, 0, 1])
-    assert isinstance(packed, bytes)
-    assert formats.unpack(packed).sizes.tolist() == [2, 0, 1]
-    assert joined(turns, [3], [1]) == formats.pack(sets[:1])  # verl cuts a response that is too long
-    assert "its sampling parameters were not those of" in str(
-        joined([*turns, ([4], None)], [3, 7, 4], [1, 1, 1])
+def joined(requests: list[tuple[list[int], list[int], bytes | None]], *output: list[int]) -> bytes | str:
+    prompt_ids, response_ids, response_mask = output
+    return adapter._response_sets(
+        [adapter._Request(*request) for request in requests],
+        SimpleNamespace(prompt_ids=prompt_ids, response_ids=response_ids, response_mask=response_mask),
     )
-    for ids, mask in (([7, 3], [1, 1]), ([3, 7], [0, 1]), ([3, 7, 4], [1, 1, 1])):
-        assert "returned other tokens than its requests generated" in str(joined(turns, ids, mask))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_each_output_gets_the_sets_of_its_own_requests(order: tuple[int, ...]) -> None:
+    """Requests that end in any order: two of one prompt that begin alike, a continuation, a second turn."""
+    first, other, continued, second = (sets_of(ids) for ids in ([3, 7, 5], [3, 8], [6, 4], [3, 7]))
+    requests = [
+        ([1, 2], [3, 7, 5], formats.pack(first)),
+        ([1, 2], [3, 8], formats.pack(other)),
+        ([1, 2, 3, 7, 5], [6, 4], formats.pack(continued)),
+        ([1, 2, 3, 8, 9], [3, 7], formats.pack(second)),
+    ]
+    requests = [requests[i] for i in order]
+    tool = CandidateSets.empty(1)
+    for output, expected in {
+        ((1, 2), (3, 7, 5, 6, 4), (1, 1, 1, 1, 1)): [first, continued],
+        ((1, 2), (3, 7, 5, 6), (1, 1, 1, 1)): [first, continued[:1]],  # verl cuts a response that is too long
+        ((1, 2), (3, 8), (1, 1)): [other],
+        ((1, 2), (3, 8, 9, 3, 7), (1, 1, 0, 1, 1)): [other, tool, second],
+        ((1, 2, 3, 8, 9), (3, 7), (1, 1)): [second],  # the history is now the prompt
+        ((1, 2), (3, 7, 0, 0), (1, 1, 0, 0)): [first[:2], tool, tool],  # the loop cuts off the last token
+        ((1, 2), (3, 7, 5), (1, 0, 1)): [first[:1], tool, first[2:]],  # the loop masks a token
+        ((1, 2), (), ()): [],
+    }.items():
+        assert joined(requests, *map(list, output)) == formats.pack(CandidateSets.concat(expected))
+
+
+def test_outputs_without_their_sets() -> None:
+    """The reason travels in place of the sets, and the engine raises it."""
+    requests = [([1, 2], [3, 7], formats.pack(sets_of([3, 7]))), ([1, 5], [4, 4], None)]
+    assert isinstance(joined(requests, [1, 2], [3, 7], [1, 1]), bytes)
+    assert "its sampling parameters were not those of" in str(joined(requests, [1, 5], [4, 4], [1, 1]))
+    for prompt, ids, mask, at in (
+        ([1, 2], [7, 3], [1, 1], 0),
+        ([1, 2], [3, 9, 7], [1, 0, 1], 2),
+        ([1, 2], [3, 7, 4], [1, 1, 1], 2),
+        ([1, 3], [3, 7], [1, 1], 0),
+    ):
+        assert f"no request generated the response's token {at} after" in str(
+            joined(requests, prompt, ids, mask)
+        )
 
 
 def test_servers_of_rewards_and_teachers_stay_verls_own(config: Any) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import ray
 import torch
 import transfer_queue as tq
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -65,14 +67,26 @@ def recorder(server: Any) -> RecordingServer:
 
 
 @pytest.fixture(scope="module")
-def batch(config: Any, run: Run, server: Any, recorder: RecordingServer, queue: None) -> Any:
-    """Trajectories of one and of two turns in TransferQueue, all generated across interruptions."""
+def worker_of_loops(config: Any, recorder: RecordingServer, queue: None) -> Callable[[], Any]:
+    """Make the worker that runs agent loops."""
     worker_class = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
-    async def roll_out() -> None:
+    def make() -> Any:
         balancer = GlobalRequestLoadBalancer({"server": LocalHandle(recorder)})
         balancer.require_acquire_fields = balancer.require_release_fields = lambda: ["request_id"]
-        worker = worker_class(config, FullyAsyncLLMServerClient(config, LocalHandle(balancer)))
+        return worker_class(config, FullyAsyncLLMServerClient(config, LocalHandle(balancer)))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def batch(
+    config: Any, run: Run, server: Any, recorder: RecordingServer, worker_of_loops: Callable[[], Any]
+) -> Any:
+    """Trajectories of one and of two turns in TransferQueue, all generated across interruptions."""
+
+    async def roll_out() -> None:
+        worker = worker_of_loops()
         sampler = {name: config.actor_rollout_ref.rollout[name] for name in ("temperature", "top_p", "top_k")}
         sampler |= {"repetition_penalty": 1.0, "logprobs": True, "ignore_eos": True, "max_tokens": TURN}
         prompts = [
@@ -231,6 +245,79 @@ def test_rollout_log_probs_are_those_within_the_sets(data: Any) -> None:
     ):
         if mask.any():
             np.testing.assert_array_equal(logprobs.numpy(), formats.unpack(value).masked_logprobs)
+
+
+class AsksAtOnce(AgentLoopBase):
+    """Asks three times at once, and returns two answers and a second turn in a shorter history.
+
+    The answers end in another order than that of the requests and of the outputs.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+
+        async def ask(prompt: list[int], max_tokens: int, **changed: Any) -> list[int]:
+            params = {**sampling_params, "max_tokens": max_tokens, **changed}
+            output = await self.server_manager.generate(
+                uuid4().hex, prompt_ids=prompt, sampling_params=params
+            )
+            return output.token_ids
+
+        long, short, judged = await asyncio.gather(
+            ask(prompt, 40), ask(prompt, 9), ask([*prompt, 7], 5, temperature=0.0)
+        )
+        history = prompt[:-1] + short + judged
+        last = await ask(history, 6)
+        return [
+            AgentLoopOutput(prompt_ids=prompt_ids, response_ids=ids, response_mask=[1] * len(ids), metrics={})
+            for prompt_ids, ids in ((prompt, short), (history, last), (prompt, long))
+        ]
+
+
+_agent_loop_registry["asks_at_once"] = {"_target_": f"{__name__}.{AsksAtOnce.__name__}"}
+
+
+def test_a_loop_that_asks_at_once_and_returns_several_outputs(
+    config: Any, run: Run, recorder: RecordingServer, worker_of_loops: Callable[[], Any]
+) -> None:
+    sampler = {name: config.actor_rollout_ref.rollout[name] for name in ("temperature", "top_p", "top_k")}
+    sampler |= {"repetition_penalty": 1.0, "logprobs": True, "ignore_eos": True}
+    prompt = {
+        "uid": "several",
+        "agent_name": "asks_at_once",
+        "raw_prompt": [{"role": "user", "content": "several"}],
+        "index": 0,
+        "global_steps": 1,
+        "__rollout_n__": 2,
+    }
+    run(
+        worker_of_loops()._run_prompt(
+            prompt, sampler, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": True}
+        )
+    )
+    tags = tq.kv_list("val")["val"]
+    keys = [key for key, tag in tags.items() if tag["status"] == "success"]
+    assert len(keys) == 2 * 3, tags
+    data = tq.kv_batch_get(keys=keys, partition_id="val")
+    rows = zip(*(data[name].unbind() for name in ("prompts", "responses", "response_mask")), strict=True)
+    for value, row in zip(tu.get(data, FIELD), rows, strict=True):
+        assert isinstance(value, bytes), value
+        assert formats.unpack(value) == expected_sets(recorder, *(field.tolist() for field in row))
+    assert sorted(len(row) for row in data["responses"].unbind()) == [6, 6, 9, 9, 40, 40]
+
+
+def test_scores_are_padded_to_the_longest_row(data: Any) -> None:
+    tokens = data["input_ids"].values()
+    output = ReplayEngine.prepare_model_outputs(
+        None,
+        SimpleNamespace(logits=torch.zeros(1, len(tokens), 512)),
+        {"input_ids_rmpad_rolled": tokens.roll(-1), "temperature_rmpad": torch.ones(len(tokens))},
+        data,
+        None,
+    )
+    longest = max(len(row) for row in data["input_ids"].unbind())
+    padded = torch.nested.to_padded_tensor(output["log_probs"], 0)
+    assert padded.shape == (len(data), longest)
 
 
 def dense_outputs(

@@ -1,67 +1,110 @@
-"""A seam that moved, or takes other parameters, is found at start."""
+"""A function of SGLang that moved or changed is found at start, and then no set is served."""
 
 from __future__ import annotations
 
-import pkgutil
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_topp_patches import plugin
+from sglang_topp_patches.all_hooks import SEAMS, new_states
 from sglang_topp_patches.compat import seam_check
-from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Feature, Release, installed
-from sglang_topp_patches.compat.seams import Hook, Seam
+from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, installed
+from sglang_topp_patches.compat.seam_check import check_seams, status
+from sglang_topp_patches.hooks import Hook, Seam
+
+# SGLang warns if it is imported without an accelerator.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HOOKS = [seam for seam in SEAMS if isinstance(seam, Hook)]
+BY_GROUP = "sglang.srt.plugins.load_plugins_by_group"
+BROKEN = [
+    (Seam("sglang.srt.no_such_module.function", ""), "not found"),
+    (Seam("sglang.srt.managers.utils.no_such_function", ""), "not found"),
+    (Seam(BY_GROUP, "", ("renamed",)), "expected renamed among them"),
+    (Seam(BY_GROUP, "", keywords=("renamed",)), "expected renamed among them"),
+    (Seam(BY_GROUP, "", ("excluded_dists", "group")), "expected excluded_dists, group first"),
+    # The hook would take `group` for `excluded_dists`.
+    (Seam(BY_GROUP, "", ("excluded_dists",)), "expected excluded_dists first"),
+]
 
 
-def test_every_hook_is_a_function_of_this_package() -> None:
-    hooks = {hook for release in RELEASES.values() for seam in release.seams for hook in seam.hooks}
-    assert hooks
-    for hook in hooks:
-        assert callable(pkgutil.resolve_name(f"sglang_topp_patches.{hook.function}"))
-        assert hook.kind in ("BEFORE", "AFTER", "AROUND")
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[object]]]:
+    """Return SGLang's registered hooks, by target. SGLang installs none of them."""
+    hooks: dict[str, list[object]] = defaultdict(list)
+    monkeypatch.setattr(HookRegistry, "_hooks", hooks)
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(seam_check, "_found", None)
+    status.cache_clear()
+    yield hooks
+    status.cache_clear()
 
 
-@pytest.mark.parametrize("name", [*RELEASES, "unlisted"])
-def test_no_hook_stands_twice_at_a_seam(name: str) -> None:
-    release = RELEASES.get(name, UNLISTED)
-    standing = Counter((seam.target, hook.function) for seam in release.seams for hook in seam.hooks)
-    assert max(standing.values()) == 1
-
-
-@pytest.mark.parametrize("name", RELEASES)
-def test_what_is_refused_has_a_reason(name: str) -> None:
-    refused = RELEASES[name].refused
-    assert set(refused) <= set(Feature)
-    assert all(refused.values())
-
-
-def test_a_release_that_is_not_listed_only_refuses_and_reports() -> None:
-    refusing = {hook for seam in UNLISTED.seams for hook in seam.hooks if hook.always}
-    for release in RELEASES.values():
-        assert {hook for seam in release.seams for hook in seam.hooks if hook.always} <= refusing
-    assert set(UNLISTED.refused) == set(Feature)
-
-
-@pytest.mark.parametrize(
-    ("seam", "problem"),
-    [
-        (Seam("sglang.srt.no_such_module.function", (), ""), "not found"),
-        (Seam("sglang.srt.managers.utils.no_such_function", (), ""), "not found"),
-        (Seam("sglang.srt.plugins.load_plugins_by_group", ("renamed",), ""), "expected renamed among them"),
-        (
-            Seam("sglang.srt.plugins.load_plugins_by_group", ("excluded_dists", "group"), ""),
-            "expected the order excluded_dists, group",
-        ),
-    ],
-)
-def test_a_seam_that_changed_is_a_problem(monkeypatch: pytest.MonkeyPatch, seam: Seam, problem: str) -> None:
-    name, release = installed()
-    monkeypatch.setattr(seam_check, "installed", lambda: (name, Release(release.internals, (seam,))))
-    found = seam_check.check_seams()
+@pytest.mark.parametrize(("seam", "problem"), BROKEN)
+def test_a_changed_function_is_a_problem(seam: Seam, problem: str) -> None:
+    found = check_seams([seam])
     assert not found.active
     assert problem in found.problems[0]
     assert seam.target in found.problems[0]
     assert found.to_dict()["seams"] == {seam.target: found.checks[0].problem}
+
+
+def test_one_of_several_hooks_that_does_not_fit_shows() -> None:
+    for seams in ((BROKEN[2][0], Seam(BY_GROUP, "")), (Seam(BY_GROUP, ""), BROKEN[2][0])):
+        assert "expected renamed" in check_seams(seams).to_dict()["seams"][BY_GROUP]
+
+
+def test_other_releases_are_not_checked() -> None:
+    assert check_seams([Seam("sglang.gone", "", until="0.5.12"), Seam("sglang.new", "", since="0.6")]).active
+
+
+@pytest.mark.parametrize("seam", [seam for seam, _ in BROKEN])
+def test_with_a_problem_only_hooks_that_refuse_and_report_run(
+    registered: dict[str, list[object]], seam: Seam
+) -> None:
+    assert not plugin._register([*SEAMS, seam], new_states())
+    name = installed()[0]
+    refusing = [hook.target for hook in HOOKS if hook.always and hook.is_in(name)]
+    assert sorted(registered) == sorted(set(refusing))
+    assert sum(map(len, registered.values())) == len(refusing)
+    assert seam.target in status().problems[0]
+
+
+def test_without_a_problem_all_hooks_of_the_release_run(registered: dict[str, list[object]]) -> None:
+    assert plugin._register(SEAMS, new_states())
+    name = installed()[0]
+    assert sum(map(len, registered.values())) == sum(hook.is_in(name) for hook in HOOKS)
+    HookRegistry._patched |= registered.keys()
+    assert status().problems == ()
+
+
+def test_on_an_unlisted_release_every_hook_that_refuses_is_tried(
+    registered: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (plugin, seam_check):
+        monkeypatch.setattr(module, "installed", lambda: ("0.0.3", UNLISTED))
+    assert not plugin._register(SEAMS, new_states())
+    assert set(registered) == {hook.target for hook in HOOKS if hook.always}
+    supported = ", ".join(RELEASES)
+    assert status().problems == (f"SGLang 0.0.3 is not supported; supported: {supported}",)
+
+
+def test_a_hook_that_is_not_in_place_is_a_problem(registered: dict[str, list[object]]) -> None:
+    assert plugin._register(SEAMS, new_states())
+    missing = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
+    HookRegistry._patched |= registered.keys() - {missing}
+    (problem,) = status().problems
+    assert problem.startswith(f"{missing}: its hook is not in place")
+
+
+def test_a_plugin_that_was_not_loaded_is_a_problem(registered: dict[str, list[object]]) -> None:
+    assert not registered
+    (problem,) = status().problems
+    assert problem.startswith("the plugin was not loaded in this process; do SGLANG_PLUGINS")
 
 
 def test_a_failed_import_is_reported_with_its_own_error(
@@ -70,24 +113,7 @@ def test_a_failed_import_is_reported_with_its_own_error(
     (tmp_path / "needs_more").mkdir()
     (tmp_path / "needs_more" / "scheduler.py").write_text("import a_library_that_is_missing")
     monkeypatch.syspath_prepend(tmp_path)
-    seam = Seam("needs_more.scheduler.Scheduler.run", ("self",), "")
-    name, release = installed()
-    monkeypatch.setattr(seam_check, "installed", lambda: (name, Release(release.internals, (seam,))))
-    problems = seam_check.check_seams().problems
-    assert problems == (
+    assert check_seams([Seam("needs_more.scheduler.Scheduler.run", "")]).problems == (
         "needs_more.scheduler.Scheduler.run: not found (ModuleNotFoundError: No module named"
         " 'a_library_that_is_missing')",
     )
-
-
-@pytest.mark.filterwarnings("ignore")  # SGLang warns if it is imported without an accelerator
-def test_a_release_that_is_not_listed_is_compared_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, release = installed()
-    changed = Seam("sglang.srt.no_such_module.function", (), "", (Hook("AFTER", "rows.note_rows"),))
-    other = Release(release.internals, (*release.seams, changed))
-    monkeypatch.setattr(seam_check, "RELEASES", {"0.0.1": other, name: release, "0.0.2": other})
-    monkeypatch.setattr(seam_check, "installed", lambda: ("0.0.3", UNLISTED))
-    found = seam_check.check_seams()
-    assert found.problems == (f"SGLang 0.0.3 is not supported; supported: 0.0.1, {name}, 0.0.2",)
-    assert seam_check.nearest()[0] == name
-    assert [check.problem for check in seam_check.nearest()[1]] == [""] * len(release.seams)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,16 +14,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fastapi import HTTPException
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.disaggregation import fetch_prefill_sets, serve_prefill_sets
-from sglang_topp_patches.disaggregation.input_comparison import differing_names, first_token_inputs
-from sglang_topp_patches.disaggregation.prefill_set_store import PATH, FirstToken
-from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
+from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
+from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillServer
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
-from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.scheduler_messages import KEY, Entry, pack_set
@@ -30,11 +29,11 @@ from tests.skip_missing_features import skip_without
 
 skip_without(Feature.DISAGGREGATION)
 
-TOKEN, LOGPROB = 3, np.float32(-0.25)
+TOKEN, LOGPROB, ROOM = 3, np.float32(-0.25), 11
 OBJ = SimpleNamespace(
     bootstrap_host="127.0.0.1",
     bootstrap_port=0,
-    bootstrap_room=11,
+    bootstrap_room=ROOM,
     top_logprobs_p=0.9,
     text=None,
     input_ids=[1, 2],
@@ -48,18 +47,17 @@ FIRST = FirstToken(
     Entry(pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32)), weight_version="7"),
     (None, pack_set(np.array([4], np.int32), np.array([-1], np.float32))),
 )
-
-
 DECODE, PREFILL = (
     SimpleNamespace(disaggregation_mode=mode, disaggregation_bootstrap_port=0)
     for mode in ("decode", "prefill")
 )
-PREFILL_MANAGER = SimpleNamespace(server_args=PREFILL)
 
 
 @pytest.fixture
 def prefill() -> PrefillServer:
-    return PrefillServer(InFlight(1 << 20))
+    server = PrefillServer(InFlight(1 << 20))
+    server.manager = SimpleNamespace(rid_to_state={})
+    return server
 
 
 def server_class(prefill: PrefillServer) -> type[Any]:
@@ -68,17 +66,9 @@ def server_class(prefill: PrefillServer) -> type[Any]:
     class Server(CommonKVBootstrapServer):
         def _setup_routes(self) -> None:
             super()._setup_routes()
-            prefill.add_route(None, self)
+            prefill.add_routes(None, self)
 
     return Server
-
-
-@pytest.fixture(autouse=True)
-def quick_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make both servers repeat their questions and answers soon."""
-    monkeypatch.setattr(serve_prefill_sets, "_QUESTION_S", 0.5)
-    for module in (serve_prefill_sets, fetch_prefill_sets):
-        monkeypatch.setattr(module, "_RETRY_S", 0.05)
 
 
 def run(cls: type[Any], port: int) -> Any:
@@ -110,27 +100,30 @@ def state(port: int, logprob: float = float(LOGPROB)) -> SimpleNamespace:
     return SimpleNamespace(obj=obj, output_token_logprobs_val=[logprob], input_token_logprobs_val=[])
 
 
-def decoded(token_id: int) -> ResponseAccumulator:
+async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulator:
     """Return a request's state on a decode server: two tokens, of which it drew the second."""
     received = ResponseAccumulator(1)
     received.add(
         [token_id, 5], [Entry(None, handed_over=True), Entry(FIRST.prompt[1], weight_version="7")], []
     )
     assert received.lacks_first
-    return received
-
-
-async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulator:
-    received = decoded(token_id)
-    async with fetch_prefill_sets.open_question(DECODE, of.obj) as question:
-        received.add_first_token(await fetch_prefill_sets.fetch_first_token(question, of, token_id))
+    received.add_first_token(await fetch_prefill_sets.fetch_first_token(DECODE, of, token_id))
     assert not received.lacks_first
     return received
 
 
-def keep(prefill: PrefillServer, first: FirstToken = FIRST) -> None:
-    prefill._loop = asyncio.get_running_loop()
-    prefill.sets.put(11, first)
+def keep(prefill: PrefillServer, first: FirstToken = FIRST, room: int | None = ROOM) -> None:
+    """End a request on the prefill server."""
+    obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
+    prefill.keep(PREFILL, obj, first.token_id, lambda: (first.entry, first.prompt))
+    if room in prefill._kept:
+        prefill._kept[room] = first, prefill._kept[room][1]
+
+
+async def until_empty(prefill: PrefillServer) -> None:
+    async with asyncio.timeout(30):
+        while len(prefill):
+            await asyncio.sleep(0.01)
 
 
 async def test_the_answer_joins_what_was_drawn_here(prefill: PrefillServer, port: int) -> None:
@@ -140,27 +133,59 @@ async def test_the_answer_joins_what_was_drawn_here(prefill: PrefillServer, port
     assert received.generated == [FIRST.entry.candidates, FIRST.prompt[1]]
     assert received.prompt == list(FIRST.prompt)
     assert received.weight_spans.meta_info(2)["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
-    assert len(prefill.sets) == 0
+    await until_empty(prefill)
+    assert prefill._in_flight.total == 0
 
 
-async def test_a_question_may_come_first(prefill: PrefillServer, port: int) -> None:
-    """The decode server asks before the request has ended, and so early that it repeats the question."""
-    asking = asyncio.create_task(asked(state(port)))
-    await asyncio.sleep(0.2)
-    prefill._loop = asyncio.get_running_loop()
-    await asyncio.sleep(0.6)
+async def test_an_answer_that_does_not_arrive_is_given_again(prefill: PrefillServer, port: int) -> None:
+    """A connection may break after the prefill server has written the whole answer."""
     keep(prefill)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        path = PATH.format(room=ROOM)
+        for _ in range(2):
+            assert FirstToken.from_bytes((await http.get(path)).content) == FIRST
+        for _ in range(2):
+            assert (await http.delete(path)).status_code == 204
+        await until_empty(prefill)
+        assert (await http.get(path)).status_code == 404
+
+
+async def test_a_request_that_is_still_running_is_waited_for(prefill: PrefillServer, port: int) -> None:
+    """Its first token may overtake its sets."""
+    prefill.manager.rid_to_state["a"] = SimpleNamespace(obj=OBJ)
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.get(f"http://127.0.0.1:{port}{PATH.format(room=ROOM)}")
+    assert (answer.status_code, answer.content) == (204, b"")
+    asking = asyncio.create_task(asked(state(port)))
+    await asyncio.sleep(0.1)
+    keep(prefill)
+    del prefill.manager.rid_to_state["a"]
     assert (await asking).check(None) == ""
 
 
-async def test_a_server_that_comes_late_is_asked_again(prefill: PrefillServer) -> None:
+async def test_a_server_that_comes_late_is_asked_again(
+    prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_prefill_sets, "_RETRY_S", 0.05)
+    keep(prefill)
     port = free_port()
     asking = asyncio.create_task(asked(state(port)))
     await asyncio.sleep(0.2)
-    server = run(server_class(prefill), port)
-    keep(prefill)
+    server = await asyncio.to_thread(run, server_class(prefill), port)
     assert (await asking).check(None) == ""
     stop(server)
+
+
+@pytest.mark.parametrize("manager", [None, SimpleNamespace(rid_to_state={})])
+async def test_a_server_without_the_sets_says_so_at_once(
+    prefill: PrefillServer, port: int, manager: Any
+) -> None:
+    """It was not asked for sets, or gave them up, or has another version of this package."""
+    prefill.manager = manager
+    start = time.monotonic()
+    received = await asked(state(port))
+    assert "has none for this bootstrap room; was it asked for sets" in received.check(None)
+    assert time.monotonic() - start < fetch_prefill_sets._LATE_S / 2
 
 
 @pytest.mark.parametrize(
@@ -194,77 +219,24 @@ async def test_a_refusal_keeps_its_status(prefill: PrefillServer, port: int) -> 
     assert (received.check(None), received.status) == ("too much", 413)
 
 
-async def test_a_server_that_has_none_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_prefill_sets, "_LATE_S", 1.0)
-    received = await asked(state(port))
-    assert "sent no set within 1 s" in received.check(None)
+    received = await asked(state(free_port()))
+    assert "sent no set within 1 s: Cannot connect" in received.check(None)
 
 
-async def test_a_server_without_the_patch_set_is_an_error() -> None:
+async def test_a_server_without_the_plugin_is_an_error() -> None:
     port = free_port()
-    server = run(CommonKVBootstrapServer, port)
+    server = await asyncio.to_thread(run, CommonKVBootstrapServer, port)
     received = await asked(state(port))
-    assert "answered 404; sglang-topp has to be installed there too" in received.check(None)
+    assert "is sglang-topp installed there?" in received.check(None)
     stop(server)
 
 
 def test_questions_that_make_no_sense_are_refused(port: int) -> None:
-    for body in (
-        b"",
-        b"[]",
-        b"{}",
-        b'{"room": "1", "inputs": {}}',
-        b'{"room": true, "inputs": {}}',
-        b"[" * 10**5,
-    ):
-        answer = httpx.post(f"http://127.0.0.1:{port}{PATH}", content=body)
+    for method in ("GET", "DELETE"):
+        answer = httpx.request(method, f"http://127.0.0.1:{port}{PATH.format(room='x')}")
         assert answer.status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"top_logprobs_p": 0.5}, "top_logprobs_p"),
-        ({"top_logprobs_p": None, "top_logprobs_source": "sampler"}, "top_logprobs_source"),
-        ({"logprob_start_len": 0}, "logprob_start_len"),
-        ({"input_ids": [2, 1]}, "prompt"),
-        ({"input_ids": None, "text": "x"}, "prompt"),
-        ({"sampling_params": {"temperature": 0.7, "top_p": 0.3}}, "sampling_params"),
-        ({"sampling_params": None}, "sampling_params"),
-        ({"sampling_params": {"temperature": 0.7, "custom_params": {"of": "others"}}}, "sampling_params"),
-        ({"sampling_params": {"temperature": 0.7, "max_new_tokens": 1}}, None),
-    ],
-)
-def test_what_is_asked_for_differs_where_the_sets_may(change: dict[str, Any], name: str | None) -> None:
-    other = first_token_inputs(SimpleNamespace(**{**vars(OBJ), **change}))
-    assert (other == INPUTS) is (name is None)
-    assert name is None or other[name] != INPUTS[name]
-
-
-def test_a_field_of_ours_is_compared_once() -> None:
-    """The patch set leaves a copy of it where the scheduler finds it."""
-    given = [
-        {**vars(OBJ), "top_logprobs_p": p, "sampling_params": {"custom_params": {"top_logprobs_p": p}}}
-        for p in (0.5, 0.9)
-    ]
-    one, other = (first_token_inputs(SimpleNamespace(**each)) for each in given)
-    assert [name for name in one if one[name] != other[name]] == ["top_logprobs_p"]
-
-
-def test_a_request_without_sets_differs_in_what_it_asks_for_alone() -> None:
-    """The patch set puts its fields, and what a candidate costs, into the other request's `custom_params`."""
-    sampling = {"temperature": 0.7, "custom_params": {"top_logprobs_p": 0.9, KEY: 1}}
-    asks = first_token_inputs(SimpleNamespace(**{**vars(OBJ), "sampling_params": sampling}))
-    plain = {"top_logprobs_p": None, "sampling_params": {"temperature": 0.7}}
-    other = first_token_inputs(SimpleNamespace(**{**vars(OBJ), **plain}))
-    assert differing_names(asks, other) == ("top_logprobs_p",)
-
-
-async def test_only_a_decode_server_asks(prefill: PrefillServer) -> None:
-    for mode in ("null", "prefill"):
-        args = SimpleNamespace(disaggregation_mode=mode)
-        async with fetch_prefill_sets.open_question(args, SimpleNamespace()) as question:
-            assert question is None
 
 
 async def test_only_a_prefill_server_keeps(prefill: PrefillServer) -> None:
@@ -279,84 +251,26 @@ async def test_only_a_prefill_server_keeps(prefill: PrefillServer) -> None:
     ]:
         args = SimpleNamespace(disaggregation_mode=mode)
         prefill.keep(args, obj, received.first_token_id, partial(received.first_entry, problem))
-        assert await prefill.sets.take(11, INPUTS, 0) == expected
-    prefill.keep(PREFILL, obj, None, partial(ResponseAccumulator(1).first_entry, ""))
-    obj.bootstrap_room = None
-    prefill.keep(PREFILL, obj, TOKEN, partial(received.first_entry, ""))
-    assert len(prefill.sets) == 0
+        assert (expected is None and len(prefill) == 0) or prefill._kept[ROOM][0] == expected
+    assert len(prefill) == 1  # a room's last sets
+    assert prefill._in_flight.total == 0
+    for room, token_id in ((ROOM + 1, None), (None, TOKEN)):
+        obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
+        prefill.keep(PREFILL, obj, token_id, partial(received.first_entry, ""))
+    assert len(prefill) == 1
 
 
-async def tokenize(prefill: PrefillServer, **change: Any) -> Any:
-    """Receive a request."""
-
-    async def original(self: Any, obj: Any) -> str:
-        return "tokenized"
-
-    obj = SimpleNamespace(**{**vars(OBJ), **change})
-    return await prefill.await_decode_server(original, PREFILL_MANAGER, obj)
-
-
-async def test_a_prefill_server_waits_for_the_question(prefill: PrefillServer, port: int) -> None:
-    taking_in = asyncio.create_task(tokenize(prefill))
-    await asyncio.sleep(0.2)
-    assert not taking_in.done()
-    asking = asyncio.create_task(fetch_prefill_sets._ask(DECODE, state(port).obj))
-    assert await taking_in == "tokenized"
-    # The decode server has already asked.
-    assert await tokenize(prefill) == "tokenized"
-    keep(prefill)
-    assert await asking == FIRST
-
-
-async def test_a_decode_server_that_does_not_ask_is_an_error(
+async def test_what_nobody_asks_for_goes_and_leaves_nothing(
     prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode server would answer without sets. SGLang before 0.5.17 answers a ValueError with 400."""
-    monkeypatch.setattr(serve_prefill_sets, "_SKEW_S", 1.0)
-    for error, stream in ((HTTPException, False), (CallEndedError, True)):
-        with pytest.raises(error) as caught:
-            await tokenize(prefill, stream=stream)
-        assert "top_logprobs_p: no decode server asked" in str(caught.value)
-        assert caught.value.status_code == 503
-    for change in ({"top_logprobs_p": None}, {"bootstrap_room": None}):
-        assert await tokenize(prefill, **change) == "tokenized"
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_a_prefill_server_that_was_not_asked_for_sets_says_so_at_once(
-    prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch, port: int, is_first: bool
-) -> None:
-    prefill._loop = asyncio.get_running_loop()
-    monkeypatch.setattr(serve_prefill_sets, "_QUESTION_S", 60.0)
-    if is_first:
-        await tokenize(prefill, top_logprobs_p=None)
-    asking = asyncio.create_task(fetch_prefill_sets._ask(DECODE, state(port).obj))
-    if not is_first:
-        await asyncio.sleep(0.2)
-        await tokenize(prefill, top_logprobs_p=None)
-    async with asyncio.timeout(30):
-        first = await asking
-    assert "was asked with other top_logprobs_p; both need the same" in first.entry.problem
-
-
-async def test_a_batch_is_waited_for_prompt_by_prompt(prefill: PrefillServer, port: int) -> None:
-    class Batch:
-        def __getitem__(self, i: int) -> SimpleNamespace:
-            return SimpleNamespace(**{**vars(OBJ), "bootstrap_room": 20 + i})
-
-    async def original(self: Any, batch_size: int, obj: Any) -> list[str]:
-        return ["tokenized"] * batch_size
-
-    asking = []
-    waiting = asyncio.create_task(prefill.await_decode_servers(original, PREFILL_MANAGER, 2, Batch()))
-    for room in (20, 21):
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        obj = SimpleNamespace(**{**vars(state(port).obj), "bootstrap_room": room})
-        asking.append(asyncio.create_task(fetch_prefill_sets._ask(DECODE, obj)))
-    assert await waiting == ["tokenized"] * 2
-    for each in asking:
-        each.cancel()
+    threads, tasks = threading.active_count(), len(asyncio.all_tasks())
+    monkeypatch.setattr(serve_prefill_sets, "_KEPT_S", 0.0)
+    for room in range(5):
+        keep(prefill, room=room)
+        await asyncio.sleep(0.001)
+    assert list(prefill._kept) == [4]
+    assert prefill._in_flight.total == FIRST.num_candidates
+    assert (threading.active_count(), len(asyncio.all_tasks())) == (threads, tasks)
 
 
 def test_the_scheduler_says_where_the_first_set_is() -> None:

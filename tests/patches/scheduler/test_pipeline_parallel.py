@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
-from sglang_topp_patches.memory.budget import InFlight
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.extract_prompt_sets import PromptSets
 from sglang_topp_patches.scheduler.extraction import extract, extract_support
@@ -33,7 +32,7 @@ from sglang.srt.sampling.sampling_observer_pp import (
     pop_auxiliary_output_from_pp_tensors,
 )
 
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 VOCAB = 32
 
 
@@ -84,7 +83,7 @@ def send(monkeypatch: pytest.MonkeyPatch, output: Any, num_ranks: int) -> dict[s
     parallel = SimpleNamespace(attn_tp_size=num_ranks)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     tensors: dict[str, Any] = {"next_token_ids": torch.arange(3)}
-    add_to_stage_output(PROCESS.in_flight, add_auxiliary_output_to_pp_tensors, tensors, output)
+    add_to_stage_output(PROCESS, add_auxiliary_output_to_pp_tensors, tensors, output)
     return {
         key: value if torch.is_tensor(value) else pickle.loads(pickle.dumps(value))
         for key, value in tensors.items()

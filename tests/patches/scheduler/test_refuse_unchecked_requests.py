@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches import refusal_reasons
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches import capabilities
 from sglang_topp_patches.scheduler import refuse_unchecked_requests
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler_messages import KEY
@@ -32,13 +31,14 @@ class UnifiedRadixCache:
     """Named like a class of SGLang's."""
 
 
-PROCESS = SchedulerProcess(InFlight(100))
+PROCESS = SchedulerProcess()
 SCHEDULER = SimpleNamespace(server_args=SimpleNamespace(), tree_cache=UnifiedRadixCache())
 
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_reasons, "status", lambda: SimpleNamespace(problems=()))
+    monkeypatch.setattr(capabilities, "status", lambda: SimpleNamespace(problems=()))
+    monkeypatch.setattr(PROCESS, "_capabilities", None)
 
 
 @pytest.mark.usefixtures("whole")

@@ -11,9 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
-from sglang_topp_patches.compat.releases import Feature, installed
-from sglang_topp_patches.compat.seams import TOP_K_RANKING
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows
 from sglang_topp_patches.scheduler.sampler_candidates import (
@@ -23,13 +21,13 @@ from sglang_topp_patches.scheduler.sampler_candidates import (
     rank_only_top_k,
     sample_from_probs,
 )
-from tests.skip_missing_features import skip_without
+from tests.skip_missing_features import is_hook_here, skip_without
 
 skip_without(Feature.SAMPLER_SOURCE)
 
-PROCESS = SchedulerProcess(InFlight(1 << 20))
+PROCESS = SchedulerProcess()
 VOCAB = 40
-RANKS_ONLY_TOP_K = set(TOP_K_RANKING) <= set(installed()[1].seams)
+RANKS_ONLY_TOP_K = is_hook_here(rank_only_top_k)
 TOP_KS, TOP_PS, MIN_PS = [5, 40, 1, 9], [0.9, 0.5, 1.0, 0.95], [0.0, 0.1, 0.0, 0.3]
 
 

@@ -3,11 +3,12 @@
 import json
 
 import numpy as np
+import pytest
 
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
 from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_server.api.stream_encoding import NDJSON
+from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.schemas.rollouts import RolloutRecord
 
 
@@ -105,6 +106,15 @@ def test_info_names_service_engine_limits_and_patch(start, engine):
     }
     assert info["patch"] == {"active": True, "version": "0.1.0", "seams": {"a": "holds"}, "problems": []}
     assert info["limits"]["max_samples"] == 12
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_info_has_the_weight_version_of_now(start, engine, path):
+    engine.model_info_path = path
+    sidecar = start(engine.url)
+    for version, shown in (("8", "8"), (9, "9"), (None, None)):
+        engine.weight_version = version
+        assert sidecar.http.get("/info").json()["engine"]["weight_version"] == shown
 
 
 def test_unknown_paths_and_methods_are_errors_of_the_same_shape(sidecar):

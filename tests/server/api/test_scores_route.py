@@ -11,7 +11,7 @@ from sglang_topp import formats
 from sglang_topp_client import RolloutClient
 from sglang_topp_client.codecs import rollout_binary
 from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
-from sglang_topp_server.api.stream_encoding import NDJSON
+from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.schemas.scores import ScoreRecord, ScoresBody
 
 HANG, NO_SETS, WRONG_SETS, GIVE_UP, LARGE = 500, 501, 502, 503, 504

@@ -64,7 +64,7 @@ def test_more_candidates_than_fit_are_counted(url, capsys):
 
 
 def test_without_sets_a_table_shows_the_tokens(url, capsys):
-    assert generate("--url", url, "--prompt", "ab") == 0
+    assert generate("--url", url, "--prompt", "ab", "--top-logprobs-p", "0") == 0
     *_, columns, first, _, _ = capsys.readouterr().out.splitlines()
     assert columns.split() == ["position", "token", "probability"]
     assert first.split() == ["0", "10", "0.4000"]
@@ -98,11 +98,11 @@ def test_only_given_options_are_sent(engine, capsys):
         | second["sampling_params"]
     )
     assert second["sampling_params"].keys() == {"n", "stream_interval"}
-    assert "top_logprobs_p" not in second
 
 
-def test_the_source_is_sent(engine, capsys):
-    generate("--url", engine.url, "--prompt", "ab", "--top-logprobs-source", "sampler")
+def test_the_candidates_are_by_default_what_the_sampler_could_draw(engine, capsys):
+    assert generate("--url", engine.url, "--prompt", "ab", "--top-p", "0.8") == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[-1] == "candidates"
     (body,) = engine.bodies
     assert body["top_logprobs_source"] == "sampler"
     assert "top_logprobs_p" not in body
@@ -140,15 +140,13 @@ def test_json_is_one_record_a_line(url, capsys):
 
 
 def test_json_without_sets_has_none(url, capsys):
-    assert generate("--url", url, "--prompt", "a", "--json") == 0
+    assert generate("--url", url, "--prompt", "a", "--json", "--top-logprobs-p", "0") == 0
     assert json.loads(capsys.readouterr().out)["candidates"] is None
 
 
 def test_rollouts_are_saved(url, capsys, tmp_path):
-    out = tmp_path / "run.parquet"
-    assert (
-        generate("--url", url, "--prompt", "a", "--n", "3", "--top-logprobs-p", "0.9", "--out", str(out)) == 0
-    )
+    out = tmp_path / "run"
+    assert generate("--url", url, "--prompt", "a", "--n", "3", "--out", str(out)) == 0
     assert capsys.readouterr().out == f"{out}: 3 rollouts, 9 tokens\n"
     rollouts = list(load_rollouts(out))
     assert sorted(rollout.sample_index for rollout in rollouts) == [0, 1, 2]
@@ -156,13 +154,33 @@ def test_rollouts_are_saved(url, capsys, tmp_path):
     assert main.main(["rollouts", str(out)]) == 0
 
 
-@pytest.mark.parametrize("path", ["taken.parquet", "no-folder/run.parquet"])
+@pytest.mark.parametrize("path", ["file", "file/run", "run"])
 def test_a_wrong_path_costs_no_samples(engine, capsys, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken.parquet").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "part-000000-00000000.parquet").touch()
     assert generate("--url", engine.url, "--prompt", "a", "--out", path) == 1
     assert path.partition("/")[0] in capsys.readouterr().err
     assert engine.bodies == []
+
+
+def test_rollouts_before_a_failure_are_kept(engine, capsys, tmp_path, monkeypatch):
+    """The disk is full after the first part."""
+    monkeypatch.setattr("sglang_topp_server.cli.commands.generate._PART_SIZE", 2)
+    synced, sync = [], os.fsync
+
+    def full(descriptor):
+        synced.append(descriptor)
+        if len(synced) > 3:  # the directory, the first part, and the directory again
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert generate("--url", engine.url, "--prompt", "a", "--n", "5", "--out", str(tmp_path / "run")) == 1
+    monkeypatch.undo()
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(list(load_rollouts(tmp_path / "run"))) == 2
 
 
 def test_the_key_comes_from_the_environment(engine, start, monkeypatch, capsys):
@@ -201,7 +219,6 @@ def test_no_server_is_an_error(capsys):
     [
         [],
         ["--prompt", "a", "--json", "--out", "x.parquet"],
-        ["--prompt", "a", "--top-logprobs-p", "0.9", "--top-logprobs-source", "sampler"],
         ["--prompt", "a", "--sampling-params", "[]"],
         ["--prompt", "a", "--sampling-params", "{"],
         ["--prompt", "a", "--max-new-tokens", "0"],

@@ -1,21 +1,16 @@
 """The command line of `sglang-topp`: options, refused values, and exit statuses."""
 
-import runpy
 import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
 from sglang_topp.errors import PatchError
 from sglang_topp_server.cli import main
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.sidecar_settings import Settings
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "rollout_loop.py"
+from sglang_topp_server.settings import Limits, Settings
 
 
 @pytest.fixture
@@ -73,8 +68,8 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     monkeypatch.setenv("SGLANG_TOPP_API_KEY", "ours")
     monkeypatch.setenv("SGLANG_TOPP_ENGINE_API_KEY", "theirs")
     argv = ["serve", "--model-path", "m", "--host", "0.0.0.0", "--port", "9", "--engine-port", "0"]
-    argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5", "--timeout-s", "6"]
-    argv += ["--max-stall-s", "9", "--max-held-bytes", "10"]
+    argv += ["--max-in-flight", "3", "--max-samples", "4", "--max-body-bytes", "5"]
+    argv += ["--io-timeout-s", "9", "--max-held-bytes", "10"]
     argv += ["--ready-timeout-s", "7", "--grace-s", "8", "--", "--tp-size", "2", "--", "--x"]
 
     assert main.main(argv) == 0
@@ -82,7 +77,7 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     ((settings, command),) = runs
     assert (settings.host, settings.port) == ("0.0.0.0", 9)
     assert (settings.api_key, settings.engine_api_key) == ("ours", "theirs")
-    assert settings.limits == Limits(3, 4, 5, 6.0, 9.0, 10)
+    assert settings.limits == Limits(3, 4, 5, 9.0, 10)
     assert (settings.ready_timeout_s, settings.grace_s) == (7.0, 8.0)
     port = settings.engine_url.removeprefix("http://127.0.0.1:")
     assert int(port) > 0
@@ -164,7 +159,7 @@ def test_one_port_for_both_is_refused(runs, capsys):
         ["doctor", "--", "--tp-size", "2"],
         ["sidecar", "--engine-url", "http://e:1", "--port", "65536"],
         ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
-        ["sidecar", "--engine-url", "http://e:1", "--timeout-s", "inf"],
+        ["sidecar", "--engine-url", "http://e:1", "--io-timeout-s", "inf"],
         ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
         ["sidecar", "--engine-url", "http://e:1", "--workers", "2"],
     ],
@@ -175,6 +170,36 @@ def test_wrong_arguments_exit_with_2(runs, capsys, argv):
     assert raised.value.code == 2
     assert "usage: sglang-topp" in capsys.readouterr().err
     assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_hinted"),
+    [
+        (["serve", "--model-path", "m", "--tp-size", "2"], True),
+        (["serve", "--tp-size=2", "--model-path", "m", "--", "--dtype", "float32"], True),
+        (["sidecar", "--engine-url", "http://e:1", "--tp-size", "2"], False),
+        (["doctor", "--tp-size", "2"], False),
+    ],
+)
+def test_options_of_sglang_belong_after_the_dashes(runs, capsys, argv, is_hinted):
+    with pytest.raises(SystemExit) as raised:
+        main.main(argv)
+    assert raised.value.code == 2
+    assert "unrecognized arguments: --tp-size" in (errors := capsys.readouterr().err)
+    assert ("put SGLang's own arguments after --" in errors) == is_hinted
+    assert runs == []
+
+
+@pytest.mark.parametrize("path", ["/none/model", "./none", "../none", "~/none", "here", "name/on-the-hub"])
+def test_a_model_path_that_is_not_there_is_refused_at_once(runs, capsys, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    is_path = path[0] in "/.~"
+    status = main.main(["serve", "--model-path", path, "--engine-port", "0"])
+    assert (status, len(runs)) == ((2, 0) if is_path else (0, 1))
+    assert (f"--model-path: {path} does not exist" in capsys.readouterr().err) == is_path
+    if path.startswith("."):
+        (tmp_path / path).mkdir()
+        assert main.main(["serve", "--model-path", path, "--engine-port", "0"]) == 0
 
 
 def test_a_wrong_engine_url_is_refused(capsys):
@@ -192,23 +217,65 @@ def test_a_failure_is_one_sentence_and_exits_with_1(runs, monkeypatch, capsys):
     assert capsys.readouterr().err == "sglang-topp: error: Sampler.forward is gone\n"
 
 
+REPORT = """\
+SGLang 0.5.23
+  holds  a.b
+         extracts sets
+  FAILS  c.d
+         is gone
+         that name is at c.e
+  holds  f.g
+         keeps sets
+refused: a feature: a reason
+problem: c.d is gone
+note: something
+max_candidates: 7
+the end""".splitlines()
+
+
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
-def test_doctor_prints_the_report(monkeypatch, capsys, holds, status):
+def test_doctor_prints_what_does_not_hold_and_with_v_everything(monkeypatch, capsys, holds, status):
     doctor = types.ModuleType("sglang_topp_patches.doctor")
-    doctor.report = lambda: (holds, ["seam one", "seam two"])
+    report = REPORT if not holds else [line for line in REPORT if "c." not in line and "is gone" not in line]
+    doctor.report = lambda: (holds, report)
     monkeypatch.setitem(sys.modules, "sglang_topp_patches.doctor", doctor)
 
+    assert main.main(["doctor", "-v"]) == status
+    assert capsys.readouterr().out.splitlines() == report
     assert main.main(["doctor"]) == status
-    assert capsys.readouterr().out == "seam one\nseam two\n"
+    failing = [] if holds else REPORT[3:6]
+    problem = [] if holds else ["problem: c.d is gone"]
+    assert capsys.readouterr().out.splitlines() == [
+        "SGLang 0.5.23",
+        *failing,
+        *problem,
+        "note: something",
+        "2 functions of SGLang are as expected; -v lists them",
+        "the end",
+    ]
 
 
-def test_demo_runs_the_demo(monkeypatch):
-    paths = []
-    monkeypatch.setattr(runpy, "run_path", lambda path: paths.append(path) or {"main": lambda: 5})
-    monkeypatch.setattr(sys, "argv", ["sglang-topp", "demo"])
+def test_doctor_checks_a_sidecar(sidecar, capsys):
+    assert main.main(["doctor", "--url", sidecar.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"sidecar at {sidecar.url}",
+        "SGLang 0.5.23, model fake-model",
+        "sglang-topp 0.1.0 is active, and no field is lost on the way",
+    ]
 
-    assert main.main(["demo"]) == 5
-    assert [Path(path).read_text() for path in paths] == [EXAMPLE.read_text()]
+
+@pytest.mark.parametrize("patch", [None, {"active": False, "problems": ["Sampler.forward is gone"]}])
+def test_doctor_finds_a_server_that_is_not_patched(engine, capsys, patch):
+    engine.patch = patch
+    assert main.main(["doctor", "--url", engine.url]) == 1
+    *problems, last = capsys.readouterr().out.splitlines()[2:]
+    assert last == "the patch set is NOT active: requests are refused"
+    assert problems == (["problem: Sampler.forward is gone"] if patch else [])
+
+
+def test_doctor_names_a_server_that_is_not_there(capsys):
+    assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_an_engine_at_no_address_is_refused_at_the_start(capsys):

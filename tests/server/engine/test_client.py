@@ -170,7 +170,7 @@ def test_an_engine_that_goes_and_comes_back(start, serve_engine, stream, eventua
         sidecar = start(engine.url)
     answer = sidecar.rollouts("a", stream=stream)
     assert (answer.status_code, answer.json()["error"]["type"]) == (502, "TransportError")
-    assert "Cannot connect to host" in answer.json()["error"]["message"]
+    assert "nothing listens at" in answer.json()["error"]["message"]
     eventually(lambda: not sidecar.is_ready())
 
     with serve_engine(port=engine.port):
@@ -202,7 +202,7 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     def broken(rollout):
         raise KeyError("a fault of our own")
 
-    monkeypatch.setattr("sglang_topp_server.api.json_chunks.rollout_to_json", broken)
+    monkeypatch.setattr("sglang_topp_server.api.encodings.rollout_to_json", broken)
     answer = sidecar.rollouts("a", stream=stream)
 
     # In a stream, the status has already been sent, so the last line reports the error.

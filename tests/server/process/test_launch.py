@@ -16,11 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
 from sglang_topp_server.process import launch
-from sglang_topp_server.process.sidecar_settings import Settings
+from sglang_topp_server.settings import Settings
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine"
 
@@ -73,7 +74,7 @@ class Serve:
 def serve(tmp_path):
     started = []
 
-    def serve(*engine_args, options=(), environment=None):
+    def serve(*engine_args, options=(), **environment):
         errors, pids = tmp_path / "stderr", tmp_path / "pids"
         path = os.pathsep.join(filter(None, [str(FAKE_ENGINE), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", "m"]
@@ -85,7 +86,7 @@ def serve(tmp_path):
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+                env={**os.environ, "PYTHONPATH": path, "SGLANG_PLATFORM": "sglang_topp_cpu", **environment},
             )
         started.append(process)
         return Serve(process, errors, pids)
@@ -233,7 +234,7 @@ def test_requests_in_flight_are_ended_and_answered(serve, eventually):
 
 def test_keys_come_from_the_environment(serve):
     keys = {"SGLANG_TOPP_API_KEY": "ours", "SGLANG_TOPP_ENGINE_API_KEY": "theirs"}
-    running = serve(environment=keys)
+    running = serve(**keys)
     sidecar, engine = running.wait_until_ready()
 
     assert httpx.get(f"{sidecar}/info", timeout=60).status_code == 401
@@ -244,7 +245,7 @@ def test_keys_come_from_the_environment(serve):
 
 def test_no_key_stands_in_the_list_of_processes_or_in_the_log(serve):
     keys = {"SGLANG_TOPP_API_KEY": secrets.token_hex(), "SGLANG_TOPP_ENGINE_API_KEY": secrets.token_hex()}
-    running = serve("--fake-log-arguments", environment=keys)
+    running = serve("--fake-log-arguments", **keys)
     running.wait_until_ready()
 
     shown = command_lines()
@@ -366,3 +367,12 @@ def test_a_free_port_is_found_and_a_taken_one_refused():
 def test_keys_do_not_show_in_the_settings():
     settings = Settings("h", 1, "http://e", api_key="hush", engine_api_key="hush")
     assert "hush" not in repr(settings)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_a_machine_without_an_accelerator_is_told_what_to_set(serve):
+    running = serve(SGLANG_PLATFORM="")
+    assert running.end() == 1
+    assert "SGLang finds no accelerator on this machine" in running.errors()
+    assert "set SGLANG_PLATFORM=sglang_topp_cpu" in running.errors()
+    assert not running.engine_stands()

@@ -6,8 +6,8 @@ import signal
 import httpx
 
 from sglang_topp_server.process.launch import listen
-from sglang_topp_server.process.sidecar_settings import Settings
 from sglang_topp_server.process.uvicorn_server import Server
+from sglang_topp_server.settings import Settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

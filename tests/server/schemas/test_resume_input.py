@@ -1,19 +1,20 @@
 """Rollout records in place of prompts are resumed, and malformed ones get a 400 that names the field."""
 
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import SglangToppError
+from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
 from sglang_topp_server.error_responses import http_status
-from sglang_topp_server.limits.settings import Limits
 from sglang_topp_server.schemas.abort import parse_abort
 from sglang_topp_server.schemas.rollouts import parse_rollouts
+from sglang_topp_server.settings import Limits
 
 SAMPLING = {"max_new_tokens": 8}
 
@@ -276,17 +277,36 @@ def test_a_request_is_stopped_by_its_name(sidecar, engine, eventually):
         eventually(lambda: len(engine.bodies) == 2)
         name = engine.bodies[0]["rid"].rsplit("-", 1)[0]
         answer = sidecar.http.post("/abort", json={"request_id": name})
-        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "aborted": 2})
         thread.join()
         assert "aborted" in str(failures[0])
     eventually(lambda: len(engine.hung_up) == 2)
 
 
+def test_another_process_aborts_by_the_callers_own_id(sidecar, engine, eventually):
+    """The client sends a fresh id for each call, which begins with the caller's."""
+    with RolloutClient(sidecar.url) as caller, RolloutClient(sidecar.url) as other:
+        caught = []
+
+        def generate():
+            with pytest.raises(AbortedError) as error:
+                caller.generate([[1], [2]], {"fault": "hang"}, request_id="step-7")
+            caught.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        eventually(lambda: len(engine.bodies) == 2)
+        assert other.abort("step-8") == other.abort("step") == 0
+        assert other.abort("step-7") == 2
+        thread.join()
+        assert caught
+
+
 def test_abort_all_is_sent_to_the_engine(sidecar, engine):
     answer = sidecar.http.post("/abort", json={"all": True})
-    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "aborted": None})
     assert engine.aborted == ["all"]
-    assert sidecar.http.post("/abort", json={"request_id": "nobody's"}).status_code == 200
+    assert sidecar.http.post("/abort", json={"request_id": "nobody's"}).json()["aborted"] == 0
     assert engine.aborted == ["all", "nobody's"]
 
 

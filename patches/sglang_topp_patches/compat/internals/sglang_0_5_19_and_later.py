@@ -14,9 +14,39 @@ from typing import Any
 
 import torch
 
+from sglang_topp_patches.hooks import Seam
 from sglang_topp_patches.scheduler_messages import PROMPT_KEY
 
-__all__ = ["Outputs", "SentOnce", "Sglang0519", "Sglang0520", "Sglang0521", "Sglang0523"]
+__all__ = ["CALLED", "Outputs", "SentOnce", "Sglang0519", "Sglang0520", "Sglang0521", "Sglang0523"]
+
+CALLED = (
+    Seam(
+        "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
+        "Copy the sets to the host with SGLang's own results.",
+        ("current", "output"),
+        since="0.5.20",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        "Rely on a new weight version only between two passes.",
+        ("new_version",),
+        since="0.5.19",
+    ),
+    Seam("sglang.srt.runtime_context.get_serving", "Read the weight version.", since="0.5.19"),
+    Seam("sglang.srt.runtime_context.get_exec", "Read which backend samples.", since="0.5.20"),
+    Seam(
+        "sglang.srt.layers.logprob_processor.compute_row_log_normalizer",
+        "Compute prompt log-probs as SGLang does.",
+        ("logits",),
+        since="0.5.18",
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsMetadata",
+        "Read on the host which rows of a pass score prompt tokens.",
+        keywords=("input_logprob_indices_cpu",),
+        since="0.5.21",
+    ),
+)
 
 _KERNEL = "tree_speculative_sampling_target_only"
 _PACKAGE = "sgl_kernel"

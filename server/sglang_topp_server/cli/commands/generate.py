@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.api_keys import SIDECAR_KEY, read_key
-from sglang_topp_server.cli.argument_types import completes_paths, count, json_object
+from sglang_topp_server.cli.common import SIDECAR_KEY, add_command, count, json_object, read_key
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout
 
 __all__ = ["add_parser"]
 
+_PART_SIZE = 32
 _SAMPLING = (
     ("--temperature", float, "divides the logits"),
     ("--top-p", float, "sample from the smallest set of tokens with this probability"),
@@ -42,11 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         notes=f"The key comes from the environment: {SIDECAR_KEY} is sent to each --url. The table is"
         " colored on terminals, unless NO_COLOR is set.",
         examples=[
-            "sglang-topp generate --prompt 'Once upon a time' --top-logprobs-p 0.9",
-            "sglang-topp generate --prompt Hi --top-p 0.8 --top-logprobs-source sampler --max-new-tokens 32",
+            "sglang-topp generate --prompt 'Once upon a time' --top-p 0.8 --max-new-tokens 32",
+            "sglang-topp generate --prompt Hi --top-logprobs-p 0.9",
             "sglang-topp generate --prompt Hi --n 4 --top-logprobs-p 0.9 --json | jq .candidates[0]",
             "sglang-topp generate --url http://a:30010 --url http://b:30010 --prompt Hi --n 64 \\",
-            "    --top-logprobs-p 0.9 --out run.parquet && sglang-topp view run.parquet",
+            "    --top-p 0.9 --out run && sglang-topp view run",
         ],
     )
     parser.add_argument(
@@ -55,27 +53,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a sidecar or a patched SGLang; repeat it for several (http://127.0.0.1:30010)",
     )
     parser.add_argument("--prompt", action="append", required=True, help="a text; repeat it for several")
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument(
-        "--top-logprobs-p", type=float, metavar="P", help="return candidate sets of this threshold"
-    )
-    sets.add_argument(
-        "--top-logprobs-source",
-        choices=["sampler"],
-        help="return candidate sets of what the sampler could draw",
+    parser.add_argument(
+        "--top-logprobs-p",
+        type=float,
+        metavar="P",
+        help="candidate sets of this threshold; 0: none (default: the tokens that the sampler could draw)",
     )
     for name, kind, what in _SAMPLING:
         parser.add_argument(name, type=kind, help=what)
     parser.add_argument(
         "--sampling-params", type=json_object, default={}, metavar="JSON", help="SGLang's other parameters"
     )
-    completes_paths(
-        parser.add_argument(
-            "--tokenizer",
-            metavar="PATH",
-            help="a tokenizer.json or a model's directory, for the texts of tokens (the server's model,"
-            " if this machine has it)",
-        )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json or a model's directory, for the texts of tokens (the server's model,"
+        " if this machine has it)",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
@@ -83,31 +76,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="print one JSON object for each rollout as it finishes, with candidates as [token id, log-prob]",
     )
-    completes_paths(
-        output.add_argument("--out", metavar="FILE", help="save the rollouts to a new Parquet file")
-    )
+    output.add_argument("--out", metavar="DIRECTORY", help="save the rollouts as they finish, for `view`")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from sglang_topp_client import RolloutClient, save_rollouts
+    from sglang_topp_client import RolloutClient, RolloutWriter
 
     urls = args.url or ["http://127.0.0.1:30010"]
     sampling_params = _sampling_params(args)
-    sets = {"top_logprobs_p": args.top_logprobs_p, "top_logprobs_source": args.top_logprobs_source}
+    sets: dict[str, Any] = {"top_logprobs_source": "sampler"}
+    if args.top_logprobs_p is not None:
+        sets = {"top_logprobs_p": args.top_logprobs_p}
+    # Check the directory, and load the tokenizer below, before the server does any work.
+    writer = None if args.out is None else RolloutWriter(args.out, part_size=_PART_SIZE)
     with RolloutClient(urls[0] if len(urls) == 1 else urls, api_key=read_key(SIDECAR_KEY)) as client:
-        if args.json or args.out is not None:
-            rollouts = client.stream(args.prompt, sampling_params, **sets)
-            if args.out is None:
-                for rollout in rollouts:
-                    print(json.dumps(_record(rollout), allow_nan=False), flush=True)
-            else:
-                counted = _Counted(rollouts)
-                save_rollouts(args.out, counted)
-                print(f"{args.out}: {counted.num_rollouts:,} rollouts, {counted.num_tokens:,} tokens")
+        if args.json:
+            for rollout in client.stream(args.prompt, sampling_params, **sets):
+                print(json.dumps(_record(rollout), allow_nan=False), flush=True)
             return 0
-        # Load the tokenizer before the server generates samples. The command then fails early if an extra is
-        # missing or the tokenizer's path is wrong.
+        if writer is not None:
+            num_tokens = 0
+            with writer:
+                for rollout in client.stream(args.prompt, sampling_params, **sets):
+                    writer.write(rollout)
+                    num_tokens += len(rollout.output_ids)
+            print(f"{args.out}: {writer.num_rollouts:,} rollouts, {num_tokens:,} tokens")
+            return 0
         from sglang_topp_server.cli import token_table
 
         texts = token_table.token_texts(args.tokenizer)
@@ -146,17 +141,3 @@ def _record(rollout: Rollout) -> dict[str, Any]:
 
 def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
     return [value if value > -np.inf else None for value in logprobs.tolist()]
-
-
-class _Counted:
-    """An iterable of rollouts that counts the rollouts and their tokens."""
-
-    def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        self._rollouts = rollouts
-        self.num_rollouts = self.num_tokens = 0
-
-    def __iter__(self) -> Iterator[Rollout]:
-        for rollout in self._rollouts:
-            self.num_rollouts += 1
-            self.num_tokens += len(rollout.output_ids)
-            yield rollout

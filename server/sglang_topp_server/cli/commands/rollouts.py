@@ -16,8 +16,7 @@ import numpy as np
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.argument_types import completes_paths
+from sglang_topp_server.cli.common import add_command
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout
@@ -35,9 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "check saved rollouts, and print a summary",
         examples=["sglang-topp rollouts step-0.parquet", "sglang-topp rollouts run/"],
     )
-    completes_paths(
-        parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
-    )
+    parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
     parser.set_defaults(run=_run)
 
 

@@ -8,10 +8,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.api_keys import ENGINE_KEY
-from sglang_topp_server.cli.argument_types import completes_paths, port, seconds
-from sglang_topp_server.cli.exit_status import USAGE, fail
+from sglang_topp_server.cli.common import ENGINE_KEY, USAGE, add_command, fail, port, seconds
 from sglang_topp_server.cli.sidecar_options import (
     KEYS_NOTE,
     add_sidecar_options,
@@ -48,11 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "SGLANG_TOPP_API_KEY=secret sglang-topp serve --model-path /models/qwen --view 100",
         ],
     )
-    completes_paths(
-        parser.add_argument(
-            "--model-path", required=True, help="the model: a path or a name that SGLang accepts"
-        )
-    )
+    parser.add_argument("--model-path", required=True, help="the model: a path or a name that SGLang accepts")
     parser.add_argument("--engine-host", default="127.0.0.1", help="SGLang's listen address (%(default)s)")
     parser.add_argument(
         "--engine-port", type=port, default=30000, help="SGLang's port (%(default)s; 0: free)"
@@ -73,6 +66,9 @@ def _run(args: argparse.Namespace) -> int:
     for argument in args.sglang_args:
         if (name := argument.partition("=")[0]) in _OURS:
             return fail(f"got {name} after the --, expected {_OURS[name]}", USAGE)
+    path = os.path.expanduser(args.model_path)
+    if path.startswith(("/", "./", "../")) and not os.path.exists(path):
+        return fail(f"--model-path: {args.model_path} does not exist", USAGE)
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return fail(
@@ -85,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
             " SGLang uses the other installed platform",
             USAGE,
         )
-    from sglang_topp_patches.refusal_reasons import environment_problems
+    from sglang_topp_patches.capabilities import environment_problems
     from sglang_topp_server.process import launch
 
     for reason in environment_problems():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from sglang_topp_server.cli.add_subcommand import add_command
+from sglang_topp_server.cli.common import add_command
 from sglang_topp_server.cli.sidecar_options import (
     KEYS_NOTE,
     add_sidecar_options,
@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         notes=KEYS_NOTE,
         examples=[
             "sglang-topp sidecar --engine-url http://127.0.0.1:30000",
-            "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 2048",
+            "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 16384",
         ],
     )
     parser.add_argument("--engine-url", required=True, help="the engine's address, http://host:port")

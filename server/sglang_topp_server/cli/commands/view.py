@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_server.cli.add_subcommand import add_command
-from sglang_topp_server.cli.argument_types import completes_paths, count
+from sglang_topp_server.cli.common import add_command, count
 
 __all__ = ["add_parser"]
 
@@ -28,24 +27,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "sglang-topp view run/ -o run.html --rollouts 200",
         ],
     )
-    completes_paths(
-        parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
-    )
-    completes_paths(
-        parser.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
-    )
+    parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
     parser.add_argument(
         "--rollouts",
         type=count,
         default=64,
         help="how many the page holds token by token, those with the worst tokens first (%(default)s)",
     )
-    completes_paths(
-        parser.add_argument(
-            "--tokenizer",
-            metavar="PATH",
-            help="a tokenizer.json or a model's directory, for the texts of tokens; else the page shows ids",
-        )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json or a model's directory, for the texts of tokens; else the page shows ids",
     )
     parser.set_defaults(run=_run)
 
@@ -70,8 +63,8 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
         WireError: a file is truncated or corrupt; the error names the file.
         OSError: a file cannot be read or written.
     """
-    from sglang_topp_client.view.build_page import page_of_file
-    from sglang_topp_client.view.token_text import TokenTexts
+    from sglang_topp_server.view.build_page import page_of_file
+    from sglang_topp_server.view.token_text import TokenTexts
 
     out = Path(target or f"{Path(os.path.abspath(path)).stem}.html")
     if out.suffix == ".parquet" or out.is_dir():

@@ -50,6 +50,7 @@ class FakeEngine:
             "sanitizes_logits": True,
         }
         self.model_path = "fake-model"
+        self.model_info_path, self.weight_version = "/model_info", "7"
         self.text: str | None = None
         self.health = 200
         self.api_key: str | None = None
@@ -74,10 +75,14 @@ class FakeEngine:
         if self.api_key is not None and authorization != b"Bearer " + self.api_key.encode():
             return await _answer(send, 401, {"error": "Unauthorized"})
         if path in ("/server_info", "/get_server_info"):
-            info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": "7"}
+            info = {"model_path": self.model_path, "version": "0.5.23", "weight_version": "at the start"}
             return await _answer(
                 send, 200, info if self.patch is None else {**info, "sglang_topp": self.patch}
             )
+        if path == self.model_info_path:
+            return await _answer(send, 200, {"weight_version": self.weight_version})
+        if path == "/model_info":
+            return await _answer(send, 404, {"detail": "Not Found"})
         if path == "/info":  # a sidecar's route: clients ask for it to tell a sidecar from an engine
             return await _answer(send, 404, {"detail": "Not Found"})
         body = await _read(receive)
@@ -194,7 +199,9 @@ class FakeEngine:
         }
         if "resumed_tokens" in body:
             meta["resumed_tokens"] = body["resumed_tokens"]
-        if "top_logprobs_p" in body and params.get("fault") != "no-sets":
+        if "top_logprobs_source" in body:
+            meta["top_logprobs_source"] = body["top_logprobs_source"]
+        if {"top_logprobs_p", "top_logprobs_source"} & body.keys() and params.get("fault") != "no-sets":
             ids = np.concatenate([np.array([s, *range(100, 99 + size)], np.int32) for s in sampled] or [[]])
             if params.get("fault") == "wrong-sets":
                 ids[0] = 99

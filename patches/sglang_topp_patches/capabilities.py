@@ -1,0 +1,301 @@
+"""Compute what a process of an SGLang server can serve, and why not.
+
+Everything that a server refuses as a whole follows from the SGLang release, the hooks that hold, the server's
+arguments, and the environment, none of which change while it runs. `Capabilities` states it once per process.
+`GET /server_info`, `sglang-topp doctor`, and every refusal read it. The functions `request_problem` and
+`nucleus_problem` say what a request's own sampling parameters rule out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_topp_patches.compat.releases import Feature, internals, refused
+from sglang_topp_patches.compat.seam_check import status
+from sglang_topp_patches.scheduler_messages import NUCLEUS, SAMPLER, SOURCE
+
+__all__ = ["Capabilities", "environment_notes", "environment_problems", "nucleus_problem", "request_problem"]
+
+_TRUE = ("1", "true", "yes", "y", "on", "t")
+
+# The sampling backends whose token filters are known exactly, from SGLang's source. SGLang itself records the
+# filtered probabilities of these backends, for its own request field `return_sampling_mask`.
+_SAMPLING_BACKENDS = ("flashinfer", "pytorch")
+
+# Server arguments whose names begin so may change which tokens are drawn, or how. Any value but the default
+# is refused, unless `_CHECKED_ARGUMENTS` has the name. So an argument that a new release adds is refused.
+_DRAWING_ARGUMENTS = {
+    "speculative_": "accepted drafts may not be drawn from the target's distribution",
+    "watermark": "tokens are not drawn from the distribution that is reported",
+    "enable_watermark": "tokens are not drawn from the distribution that is reported",
+    "dllm": "diffusion decoding does not draw tokens one by one",
+}
+# These choose and run the draft model, in SGLang 0.5.12 to 0.5.23. Verification draws from the target's
+# distribution whatever was drafted. `_speculation_reasons` checks the values of the first two.
+_CHECKED_ARGUMENTS = frozenset(
+    {
+        *("speculative_algorithm", "speculative_use_rejection_sampling"),
+        *("speculative_draft_model_path", "speculative_draft_model_revision"),
+        *("speculative_draft_load_format", "speculative_draft_model_quantization"),
+        *("speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"),
+        *("speculative_draft_window_size", "speculative_draft_sink_size", "speculative_dsa_topk_backend"),
+        *("speculative_moe_runner_backend", "speculative_moe_a2a_backend"),
+        *("speculative_boundary_reduction", "speculative_skip_dp_mlp_sync"),
+        *("speculative_enable_w4a4_mxfp4_megamoe", "speculative_attention_mode"),
+        *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+        *("speculative_token_map", "speculative_adaptive", "speculative_adaptive_config"),
+        *("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth"),
+        *("speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "speculative_ngram_capacity"),
+        *("speculative_ngram_external_corpus_path", "speculative_ngram_external_sam_budget"),
+        "speculative_ngram_external_corpus_max_tokens",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a process can serve, and why not.
+
+    Attributes:
+        problems: every reason why no request gets sets.
+        sampler: why requests with `top_logprobs_source: "sampler"` get none; "" if they do.
+        speculative: why sampled requests get no sets with the server's speculative decoding, which then are
+            exact for greedy requests only; "" if sampled requests get sets.
+    """
+
+    problems: tuple[str, ...]
+    sampler: str
+    speculative: str
+
+    @classmethod
+    def of(cls, server_args: Any) -> Capabilities:
+        """Compute the capabilities of this process, after SGLang has loaded its plugins.
+
+        Args:
+            server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
+        """
+        problems = (*status().problems, *_mode_problems(server_args))
+        return cls(problems, "; ".join(_sampler_problems()), _greedy_only(server_args))
+
+    @property
+    def sets(self) -> str:
+        """Why no request gets sets; "" if requests get sets."""
+        return "; ".join(self.problems)
+
+
+def request_problem(temperature: Any) -> str:
+    """Return why this server has no exact sets for a request at this temperature, or an empty string.
+
+    With `SGLANG_RETURN_ORIGINAL_LOGPROB`, SGLang does not divide the logits by the temperature before it
+    computes the log-probs. The server then accepts only the temperatures 0 and 1, and requests without a
+    temperature. Without `SGLANG_RETURN_ORIGINAL_LOGPROB`, the server accepts every temperature.
+    """
+    if temperature not in (None, 0, 1) and _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return f"temperature: got {temperature!r}, expected 1: {_ORIGINAL_LOGPROB}"
+    return ""
+
+
+def nucleus_problem(temperature: Any, top_k: Any, min_p: Any) -> str:
+    """Return why the sampler does not draw from exactly the nucleus of `top_p`, or an empty string.
+
+    This function ignores a temperature that is not a number, because SGLang itself checks the type.
+    """
+    if isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW:
+        return f"temperature: got {temperature!r}, expected more than 0: {_NUCLEUS_ONLY}"
+    if top_k not in (None, *_NO_TOP_K):
+        return f"top_k: got {top_k!r}, expected -1: {_other_filters()}"
+    if min_p:
+        return f"min_p: got {min_p!r}, expected 0: {_other_filters()}"
+    return ""
+
+
+_GREEDY_BELOW = 1e-6  # SGLang samples greedily (top_k = 1) at every temperature below this value
+_NO_TOP_K = (-1, 1 << 30)  # callers turn top_k off with -1, and SGLang then stores 1 << 30
+_NUCLEUS_ONLY = f"{NUCLEUS} returns the nucleus of top_p alone"
+
+
+def _other_filters() -> str:
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        return f"{_NUCLEUS_ONLY}, and sets of other filters are not served here: {reason}"
+    return f"{_NUCLEUS_ONLY}; {SOURCE} '{SAMPLER}' returns sets of other filters, in its own fields"
+
+
+_ORIGINAL_LOGPROB = (
+    "with SGLANG_RETURN_ORIGINAL_LOGPROB the log-probs are those before temperature, another distribution"
+    " than the one that is sampled from"
+)
+
+
+def _sampler_problems() -> tuple[str, ...]:
+    """Return the reasons why this server cannot tell which tokens its sampler could draw."""
+    if reason := refused(Feature.SAMPLER_SOURCE):
+        return (reason,)
+    try:
+        backend, on_policy = internals().sampling()
+    except ValueError as error:  # SGLang's configuration is not set in this process
+        return (f"the sampling backend is not known here: {error}",)
+    reasons = []
+    if backend not in _SAMPLING_BACKENDS:
+        reasons.append(
+            f"the filters of the sampling backend {backend!r} are not known exactly; those of"
+            f" {' and '.join(_SAMPLING_BACKENDS)} are (--sampling-backend)"
+        )
+    if on_policy:
+        reasons.append(
+            "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
+        )
+    return tuple(reasons)
+
+
+def environment_problems() -> tuple[str, ...]:
+    """Return every reason why environment variables rule out candidate sets, or an empty tuple."""
+    platform = os.environ.get("SGLANG_PLATFORM")
+    return (
+        *(f"{name}: {reason}; unset it" for name, reason in _ENVIRONMENT.items() if _is_set(name)),
+        *([f"SGLANG_PLATFORM: got {platform!r}: {_OTHER_PLATFORM}"] if platform not in _PLATFORMS else []),
+    )
+
+
+_PLATFORMS = (None, "", "sglang_topp_cpu")
+_OTHER_PLATFORM = (
+    "SGLang then loads no plugin of a package that has another platform, as this package has"
+    " (sglang_topp_cpu); unset it, and SGLang finds an accelerator's platform by itself"
+)
+
+
+_ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": "that HTTP server ignores the field and cannot be patched",
+    # If `SGLANG_ENABLE_GRAPH_POOL_BORROW` is on, the next CUDA graph may overwrite tensors before the hooks
+    # extract sets from these tensors. In SGLang 0.5.21 to 0.5.23, the tensors hold the logits of prompts. In
+    # SGLang 0.5.19, the tensors come from the probabilities in `eagle_sample`, which verifies drafts.
+    "SGLANG_ENABLE_GRAPH_POOL_BORROW": (
+        "the sets of prompts and of accepted drafts would be in memory that the next CUDA graph may overwrite"
+    ),
+}
+
+
+def environment_notes() -> tuple[str, ...]:
+    """Return the reasons why environment variables make this server refuse some requests for sets."""
+    if _is_set("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return (f"requests at a temperature other than 1 are refused: {_ORIGINAL_LOGPROB}",)
+    return ()
+
+
+def _mode_problems(server_args: Any) -> tuple[str, ...]:
+    """Return every reason why the server arguments or the environment rule out candidate sets."""
+    used = {
+        Feature.PIPELINE: getattr(server_args, "pp_size", 1) > 1,
+        Feature.DISAGGREGATION: getattr(server_args, "disaggregation_mode", None) not in (None, "null"),
+        Feature.HTTP_WORKERS: getattr(server_args, "tokenizer_worker_num", 1) > 1,
+        Feature.SPECULATIVE: bool(getattr(server_args, "speculative_algorithm", None)),
+        Feature.REJECTION_SAMPLING: getattr(server_args, "speculative_use_rejection_sampling", False),
+    }
+    of_release = (
+        f"{feature}: {reason}"
+        for feature, is_used in used.items()
+        if is_used and (reason := refused(feature))
+    )
+    reasons = {**_speculation_reasons(server_args), **_disaggregation_reasons(server_args)}
+    of_mode = (reason for reason, applies in reasons.items() if applies)
+    return (*environment_problems(), *of_release, *_unchecked_arguments(server_args), *of_mode)
+
+
+def _unchecked_arguments(server_args: Any) -> Iterator[str]:
+    """Yield a reason for each argument that may change what is drawn, unless it has its default value."""
+    from sglang.srt.server_args import ServerArgs
+
+    for name, parameter in inspect.signature(ServerArgs).parameters.items():
+        reason = next((why for prefix, why in _DRAWING_ARGUMENTS.items() if name.startswith(prefix)), "")
+        value = getattr(server_args, name, parameter.default)
+        if reason and name not in _CHECKED_ARGUMENTS and value != parameter.default:
+            option = f"--{name.replace('_', '-')}"
+            yield f"{option}: got {value!r}, expected {parameter.default!r}: {reason}"
+
+
+def _speculation_reasons(server_args: Any) -> dict[str, Any]:
+    """Return the possible reasons to refuse candidate sets because of speculative decoding.
+
+    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
+    """
+    algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
+    if not algorithm:
+        return {}
+    option = f"--speculative-algorithm {algorithm}"
+    return {
+        f"{option}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
+        f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang accepts drafts without verifying them": (
+            _simulates_acceptance()
+        ),
+        f"{option} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
+        f"{option} with --disaggregation-mode: this combination is untested": (
+            getattr(server_args, "disaggregation_mode", None) not in (None, "null")
+        ),
+        f"{option} on this accelerator: its sampling kernel was not checked": _has_unknown_kernel(),
+    }
+
+
+_OTHER_VERIFICATION = {
+    "DFLASH": "it draws by functions of its own, whose probabilities are not captured",
+    "DSPARK": "it draws by functions of its own, partly inside of CUDA graphs, and they are not captured",
+    "UNO": "SGLang returns no log-probs with it",
+}
+
+
+def _simulates_acceptance() -> bool:
+    try:
+        return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", "-1")) > 0
+    except ValueError:
+        return True
+
+
+def _has_unknown_kernel() -> bool:
+    from sglang.srt.utils import is_musa, is_npu
+
+    return bool(is_npu() or is_musa())
+
+
+def _greedy_only(server_args: Any) -> str:
+    """Return why speculative decoding gives exact sets for greedy requests only, or an empty string."""
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    if not algorithm:
+        return ""
+    from sglang.srt.utils import is_cpu, is_hip, is_xpu
+
+    if not (is_cpu() or is_hip() or is_xpu()):
+        return ""
+    return (
+        f"--speculative-algorithm {algorithm} accepts the most likely tokens on this device, whatever the"
+        " temperature, or draws by a kernel that was not checked; only greedy requests have exact sets"
+    )
+
+
+def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
+    """Return the possible reasons to refuse candidate sets because of disaggregated prefill and decode.
+
+    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
+    """
+    role = getattr(server_args, "disaggregation_mode", "null")
+    if role in (None, "null"):
+        return {}
+    mode = f"disaggregated prefill and decode (--disaggregation-mode {role})"
+    return {
+        f"{mode} with --enable-pd-role-switch: the first token's set would be asked of the wrong role": (
+            getattr(server_args, "enable_pd_role_switch", False)
+        ),
+        f"{mode} with --disaggregation-transfer-backend fake: nothing drew the first token": (
+            getattr(server_args, "disaggregation_transfer_backend", "") == "fake"
+        ),
+        f"{mode} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
+        f"{mode} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
+            role == "prefill" and getattr(server_args, "tokenizer_worker_num", 1) > 1
+        ),
+    }
+
+
+def _is_set(name: str) -> bool:
+    """Return whether an environment variable has a value that SGLang reads as true."""
+    return os.environ.get(name, "").strip().lower() in _TRUE

@@ -1,0 +1,183 @@
+"""Encode samples and messages as JSON, or as binary frames if the `Accept` header asks for frames.
+
+The JSON text of candidate sets is large, so the sidecar never holds an answer's whole JSON text in memory. It
+encodes a chunk only when it is about to send the chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Protocol
+
+import pybase64
+from pydantic_core import to_json
+from starlette.datastructures import Headers
+
+from sglang_topp import formats
+from sglang_topp_client import Rollout, Score
+from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
+from sglang_topp_client.codecs.rollout_json import rollout_to_json
+from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
+from sglang_topp_client.transport.framing import frame_head
+
+__all__ = [
+    "CHUNK_BYTES",
+    "NDJSON",
+    "Encoding",
+    "Frames",
+    "JsonLines",
+    "SampleJson",
+    "accepted_encoding",
+    "encode",
+    "rechunk",
+]
+
+NDJSON = "application/x-ndjson"
+CHUNK_BYTES = 1 << 16
+_RAW_BYTES = CHUNK_BYTES // 4 * 3
+
+
+class SampleJson:
+    """The JSON of one finished sample or score, as an iterable of chunks.
+
+    The codecs of `sglang_topp_client` can decode this JSON. `len()` returns the size of the whole JSON in
+    bytes, and does not encode the candidate sets.
+
+    Args:
+        sample: the sample or score. `SampleJson` keeps the sample's candidate sets in memory.
+    """
+
+    def __init__(self, sample: Rollout | Score) -> None:
+        if isinstance(sample, Score):
+            record = score_to_json(replace(sample, candidates=None))
+        else:
+            record = rollout_to_json(replace(sample, candidates=None))
+        self._parts: list[bytes | memoryview] = []
+        if sample.candidates is None:
+            self._head, self._tail = to_json(record), b""
+        else:
+            del record["candidates"]
+            self._head, self._tail = to_json(record)[:-1] + b',"candidates":"', b'"}'
+            self._parts = formats.pack_parts(sample.candidates)
+        num_raw = sum(map(len, self._parts))
+        self._length = len(self._head) + (num_raw + 2) // 3 * 4 + len(self._tail)
+
+    def __len__(self) -> int:
+        """Return the number of bytes of the sample's JSON."""
+        return self._length
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the sample's JSON in chunks."""
+        yield self._head
+        rest = b""
+        for part in self._parts:
+            for start in range(0, len(part), _RAW_BYTES):
+                raw = rest + bytes(part[start : start + _RAW_BYTES])
+                whole = len(raw) - len(raw) % 3
+                rest = raw[whole:]
+                yield pybase64.b64encode(raw[:whole])
+        yield pybase64.b64encode(rest)
+        yield self._tail
+
+
+def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of `chunks` in pieces of `CHUNK_BYTES` bytes. Only the last piece may be shorter."""
+    pending: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        start = 0
+        while size + len(chunk) - start >= CHUNK_BYTES:
+            end = start + CHUNK_BYTES - size
+            yield b"".join([*pending, chunk[start:end]])
+            pending.clear()
+            start, size = end, 0
+        if start < len(chunk):
+            pending.append(chunk[start:])
+            size += len(chunk) - start
+    if pending:
+        yield b"".join(pending)
+
+
+class Encoding(Protocol):
+    """The interface for encoding a stream's messages."""
+
+    media_type: str
+
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """Encode a finished sample or score as one message, in chunks of bytes."""
+
+    def message(self, answer: dict[str, Any]) -> bytes:
+        """Encode a message that is not a sample: an error, or the stream's last message."""
+
+
+class JsonLines:
+    """The default encoding: one line of JSON per message."""
+
+    media_type = NDJSON
+
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """Encode a finished sample or score as one line of JSON, in chunks of bytes."""
+        return chain(SampleJson(sample), [b"\n"])
+
+    def message(self, answer: dict[str, Any]) -> bytes:
+        """Encode an error, or the stream's last message, as one line of JSON."""
+        return encode(answer) + b"\n"
+
+
+class Frames:
+    """The binary encoding: each message is one frame, which holds the message's length and then the message.
+
+    Samples and scores are in the binary encoding of `sglang_topp_client`. Errors and the stream's last
+    message are JSON.
+
+    Args:
+        media_type: the media type of the response.
+    """
+
+    def __init__(self, media_type: str) -> None:
+        self.media_type = media_type
+
+    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
+        """Encode a finished sample or score as one frame, in the binary encoding of `sglang_topp_client`."""
+        raw = score_to_bytes(sample) if isinstance(sample, Score) else rollout_to_bytes(sample)
+        return [frame_head(len(raw)), raw]
+
+    def message(self, answer: dict[str, Any]) -> bytes:
+        """Encode an error, or the stream's last message, as one frame that holds JSON."""
+        raw = encode(answer)
+        return frame_head(len(raw)) + raw
+
+
+def accepted_encoding(headers: Headers, framed: str) -> Encoding:
+    """Return `JsonLines`, or `Frames` if the `Accept` header asks for frames and does not prefer JSON lines.
+
+    Args:
+        headers: the request's headers.
+        framed: the media type of an answer that consists of frames.
+    """
+    qualities = {NDJSON: 0.0, framed: 0.0}
+    for media_type, quality in _accepted(",".join(headers.getlist("accept"))):
+        if media_type in qualities:
+            qualities[media_type] = max(qualities[media_type], quality)
+    return Frames(framed) if qualities[framed] > 0 and qualities[framed] >= qualities[NDJSON] else JsonLines()
+
+
+def _accepted(header: str) -> Iterator[tuple[str, float]]:
+    """Yield each media type of an `Accept` header with its quality. Skip malformed entries."""
+    for one in header.split(","):
+        media_type, *parameters = (part.strip().lower() for part in one.split(";"))
+        by_name = dict(parameter.partition("=")[::2] for parameter in parameters)
+        try:
+            quality = float({name.strip(): value for name, value in by_name.items()}.get("q", "1"))
+        except ValueError:
+            continue
+        if 0 <= quality <= 1:
+            yield media_type, quality
+
+
+def encode(answer: dict[str, Any]) -> bytes:
+    """Encode an error, or the last message of a stream, as JSON."""
+    return json.dumps(answer, separators=(",", ":")).encode()

@@ -1,0 +1,142 @@
+"""What the commands share: subcommands with examples, argument types, API keys, and exit statuses.
+
+No command takes an API key as an argument, because process lists show command-line arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_topp.errors import InvalidInputError
+from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGINE_KEY
+
+__all__ = [
+    "ENGINE_KEY",
+    "FAILED",
+    "INTERRUPTED",
+    "SIDECAR_KEY",
+    "USAGE",
+    "add_command",
+    "count",
+    "fail",
+    "json_object",
+    "port",
+    "read_key",
+    "seconds",
+]
+
+FAILED = 1
+"""The command failed."""
+
+USAGE = 2
+"""The command could not start: an argument is wrong, or an extra is not installed."""
+
+INTERRUPTED = 130
+"""SIGINT ended the command. Shells use the status 128 + 2 for a command that SIGINT (signal 2) ended."""
+
+SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
+"""The environment variable that holds the sidecar's API key, which callers must send."""
+
+
+def fail(message: str, status: int = FAILED) -> int:
+    """Print the message to stderr, and return the exit status."""
+    print(f"sglang-topp: error: {message}", file=sys.stderr)
+    return status
+
+
+def read_key(name: str) -> str | None:
+    """Return the API key in the environment variable called `name`, or None if the variable is not set.
+
+    Raises:
+        InvalidInputError: the key is empty, or begins or ends with white space.
+    """
+    key = os.environ.get(name)
+    if key is not None and not key.strip():
+        raise InvalidInputError(f"{name} is set but empty; unset it to require no key")
+    if key is not None and key != key.strip():
+        raise InvalidInputError(f"{name} begins or ends with white space, which HTTP headers do not carry")
+    return key
+
+
+def port(text: str) -> int:
+    """Parse a port from 0 to 65535."""
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a port from 0 to 65535")
+    return value
+
+
+def count(text: str) -> int:
+    """Parse an integer of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds above 0")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object such as '{{\"seed\": 1}}'")
+    return value
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    *,
+    examples: Sequence[str],
+    details: str = "",
+    notes: str = "",
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a subcommand, and return its parser.
+
+    Args:
+        commands: the parsers of all subcommands.
+        name: the subcommand's name.
+        summary: one line for `sglang-topp --help`, and for the subcommand's own help.
+        examples: shell commands, for the end of the subcommand's help.
+        details: sentences that follow the summary in the subcommand's help.
+        notes: sentences that follow the options in the subcommand's help.
+        usage: the usage line of the subcommand's help; argparse generates this line if `usage` is None.
+    """
+    lines = "\n".join(f"  {example}" for example in examples)
+    description = f"{summary[0].upper()}{summary[1:]}."
+    if details:
+        description += f"\n\n{_fill(details)}"
+    if notes:
+        notes = f"{_fill(notes)}\n\n"
+    return commands.add_parser(
+        name,
+        help=summary,
+        usage=usage,
+        description=description,
+        epilog=f"{notes}examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _fill(text: str) -> str:
+    """Wrap text to the terminal's width, because `RawDescriptionHelpFormatter` does not wrap text."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 2)

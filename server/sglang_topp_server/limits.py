@@ -1,0 +1,245 @@
+"""The limits of one sidecar: on request bodies, on samples in flight, and on the memory of unsent samples.
+
+The engine never waits for a slow caller. The sidecar takes each finished sample from it at once, and keeps
+the sample in memory until the caller reads it. A request without `stream` holds all of its samples until the
+last one has finished. If all requests together hold more than `MemoryLimit` allows, the one that holds the
+most ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from sglang_topp.errors import BadRequestError, OverloadedError, SglangToppError
+from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
+from sglang_topp_client import Rollout, Score
+from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.settings import Limits
+
+__all__ = [
+    "BodyReader",
+    "ConcurrencyLimit",
+    "DisconnectedError",
+    "MemoryLimit",
+    "MemoryShare",
+    "num_bytes_of",
+]
+
+# uvicorn buffers this many bytes of any body anyway, so smaller bodies need no place.
+_LARGE_BYTES = 1 << 16
+_MAX_LARGE_BODIES = 4
+
+
+class DisconnectedError(Exception):
+    """The caller closed the connection, so the sidecar cannot send an answer."""
+
+
+class BodyReader:
+    """The reader of all request bodies of one server.
+
+    At most four bodies that are, or may become, larger than 64 KiB are in memory at once. Others wait for a
+    place in their order of arrival. Slow callers cannot keep the places, because each body must arrive within
+    `Limits.io_timeout_s`.
+
+    Args:
+        limits: the maximum size and time of a body.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(_MAX_LARGE_BODIES)
+
+    @asynccontextmanager
+    async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
+        """Yield the whole body, which keeps its place until the `async with` block ends.
+
+        Raises:
+            BadRequestError: the body exceeds `max_body_bytes` (413), or takes too long (408).
+            DisconnectedError: the caller disconnected.
+        """
+        length = _content_length(headers)
+        if length is not None and length > self._limits.max_body_bytes:
+            raise self._too_long(str(length))
+        async with nullcontext() if length is not None and length <= _LARGE_BYTES else self._places:
+            yield await self._receive(receive)
+
+    async def _receive(self, receive: Receive) -> bytearray:
+        body, timeout_s = bytearray(), self._limits.io_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise DisconnectedError
+                    body += message.get("body", b"")
+                    if len(body) > self._limits.max_body_bytes:
+                        raise self._too_long("more")
+                    if not message.get("more_body", False):
+                        return body
+        except TimeoutError:
+            raise BadRequestError(
+                f"the body: got {len(body)} bytes in {timeout_s:g} s, expected the whole body in this time",
+                status=408,
+            ) from None
+
+    def _too_long(self, got: str) -> BadRequestError:
+        return BadRequestError(
+            f"the body: got {got} bytes, expected at most {self._limits.max_body_bytes}", status=413
+        )
+
+
+def _content_length(headers: Headers) -> int | None:
+    text = headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+_RETRY_AFTER_S = 1.0
+
+
+class ConcurrencyLimit:
+    """A limit on the samples in flight, over all requests.
+
+    A sample is in flight from the last byte of its request's body to the last byte of the answer.
+
+    Args:
+        limit: the number of samples in flight from which on requests are refused.
+        metrics: receives the current number of samples in flight.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit, self._metrics = limit, metrics
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of samples in flight."""
+        return self._count
+
+    def require_place(self) -> None:
+        """Raise OverloadedError if the limit is reached."""
+        if self._count >= self._limit:
+            raise OverloadedError(
+                f"{self._count} samples are in flight, expected fewer than {self._limit}; send the request"
+                " again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    @contextmanager
+    def admit(self, num_samples: int) -> Iterator[None]:
+        """Count a request's samples as in flight, or raise OverloadedError if the limit is reached before.
+
+        A request below the limit is admitted with all of its samples, so that a large one is never starved.
+        """
+        self.require_place()
+        self._change(num_samples)
+        try:
+            yield
+        finally:
+            self._change(-num_samples)
+
+    def _change(self, num_samples: int) -> None:
+        self._count += num_samples
+        self._metrics.in_flight.set(self._count)
+
+
+_BYTES_PER_CANDIDATE = 8
+# The approximate number of bytes that a token takes: its log-prob, plus its id as text in the answer's JSON.
+_BYTES_PER_TOKEN = 12
+
+
+def num_bytes_of(sample: Rollout | Score) -> int:
+    """Estimate how many bytes of memory a sample or score takes, to within a few percent."""
+    if isinstance(sample, Score):
+        num_tokens, num_chars = len(sample.token_ids), 0
+    else:
+        num_tokens, num_chars = len(sample.prompt_ids) + len(sample.output_ids), len(sample.text)
+    num_candidates = 0 if sample.candidates is None else len(sample.candidates.token_ids)
+    return num_candidates * _BYTES_PER_CANDIDATE + num_tokens * _BYTES_PER_TOKEN + num_chars
+
+
+class MemoryShare:
+    """Counter of the memory that one request's samples take. The constructor needs a running event loop.
+
+    Attributes:
+        num_bytes: the number of bytes that the request's samples take.
+        excess: a future for the error that ends this request. `MemoryLimit` sets the error if all requests
+            together exceed the limit and this request holds the most bytes.
+    """
+
+    def __init__(self, limit: MemoryLimit) -> None:
+        self._limit = limit
+        self.num_bytes = 0
+        self.excess: asyncio.Future[SglangToppError] = asyncio.get_running_loop().create_future()
+
+    def add(self, sample: Rollout | Score) -> None:
+        """Count the memory of a sample that arrived from the engine."""
+        self._limit.change(self, num_bytes_of(sample))
+
+    def remove(self, num_bytes: int) -> None:
+        """Subtract `num_bytes` from the memory that the request holds."""
+        self._limit.change(self, -num_bytes)
+
+
+class MemoryLimit:
+    """The limit on the memory that the unsent samples of all requests take together.
+
+    Args:
+        limit: the maximum number of bytes that all requests together may hold.
+        metrics: shows the number of bytes that all requests together hold.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit, self._metrics = limit, metrics
+        self._num_bytes = self._freed_bytes = 0
+        self._trimmer = HeapTrimmer()
+        self._shares: set[MemoryShare] = set()
+
+    @contextmanager
+    def share(self) -> Iterator[MemoryShare]:
+        """Yield a new request's `MemoryShare`.
+
+        When the `with` block ends, the share's bytes are subtracted from the total of all requests.
+        """
+        share = MemoryShare(self)
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+            share.remove(share.num_bytes)
+            share.excess.cancel()
+
+    def change(self, share: MemoryShare, num_bytes: int) -> None:
+        """Add `num_bytes`, which may be negative, to the bytes that `share` counts.
+
+        If all requests together then exceed the limit, end the request that holds the most bytes.
+        """
+        share.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        self._metrics.held_bytes.set(self._num_bytes)
+        self._freed_bytes += max(0, -num_bytes)
+        if self._freed_bytes >= LARGE_BYTES:
+            self._freed_bytes = 0
+            self._trimmer.trim_soon()
+        leaving = sum(one.num_bytes for one in self._shares if one.excess.done())
+        if num_bytes > 0 and self._num_bytes - leaving > self._limit:
+            most = max((one for one in self._shares if not one.excess.done()), key=lambda one: one.num_bytes)
+            most.excess.set_result(self._error(most))
+
+    def _error(self, share: MemoryShare) -> SglangToppError:
+        if share.num_bytes > self._limit:
+            return BadRequestError(
+                f"rollouts: got {share.num_bytes} bytes of finished samples that wait for one answer,"
+                f" expected at most {self._limit}; use stream, send several requests, or read faster",
+                status=413,
+            )
+        return OverloadedError(
+            f"{self._num_bytes} bytes of finished samples wait for their callers, {share.num_bytes} of them"
+            f" for this one, the most; expected at most {self._limit} in all; use stream, read faster, or"
+            " send the request again later",
+            retry_after_s=1.0,
+        )

@@ -1,1 +1,0 @@
-"""The sidecar's limits on concurrency, memory, request bodies, and slow callers."""

@@ -1,0 +1,57 @@
+"""SGLang's detokenizer process runs the one hook of its own, and imports none of the other hooks' modules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_topp_patches.memory.detokenizer_malloc_trim import trim_after_batch
+from tests.skip_missing_features import hooks_here, is_hook_here
+
+pytestmark = pytest.mark.skipif(
+    not is_hook_here(trim_after_batch), reason="this SGLang loads no plugins in its detokenizer"
+)
+
+# SGLang's own entry point of the process, until it would begin to serve.
+DETOKENIZER = """
+import json, sys
+from sglang.srt.managers import detokenizer_manager
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import PortArgs, prepare_server_args
+
+server_args = prepare_server_args(sys.argv[1:])
+before = set(sys.modules)
+
+class Manager:
+    def __init__(self, server_args, port_args):
+        from sglang_topp_patches.compat.seam_check import status
+        imported = set(sys.modules) - before
+        print(json.dumps([sorted(HookRegistry._patched), sorted(imported), status().problems]))
+        sys.exit(0)
+
+detokenizer_manager.run_detokenizer_process(server_args, PortArgs.init_new(server_args), Manager)
+"""
+
+
+def test_only_the_hook_of_the_detokenizer_is_loaded(model_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DETOKENIZER, "--model-path", str(model_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    patched, imported, problems = json.loads(ended.stdout.splitlines()[-1])
+    assert {hook.target for hook in hooks_here()} & set(patched) == {
+        hook.target for hook in hooks_here() if hook.function is trim_after_batch
+    }
+    assert problems == []
+    ours = {name for name in imported if name.startswith("sglang_topp_patches.")}
+    assert "sglang_topp_patches.memory.detokenizer_malloc_trim" in ours
+    assert not ours & {f"sglang_topp_patches.{name}" for name in ("all_hooks", "http", "scheduler")}
+    assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.http_server"} & set(imported)

@@ -1,0 +1,138 @@
+"""The encoding that a caller's `Accept` selects. All encodings have the same content."""
+
+import json
+
+import numpy as np
+import pytest
+from starlette.datastructures import Headers
+
+from sglang_topp_client import RolloutClient
+from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
+from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_server.api.encodings import NDJSON, accepted_encoding
+
+FRAMES = MEDIA_TYPE
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"),
+    [
+        (None, NDJSON),
+        ("", NDJSON),
+        ("*/*", NDJSON),
+        ("application/*, text/html;q=0.9", NDJSON),
+        (NDJSON, NDJSON),
+        (FRAMES, FRAMES),
+        (FRAMES.upper(), FRAMES),
+        (f"{FRAMES}, {NDJSON};q=0.5", FRAMES),
+        (f"{NDJSON}, {FRAMES}", FRAMES),
+        (f"{NDJSON}, {FRAMES};q=0.9", NDJSON),
+        (f"*/*;q=0.1,{FRAMES} ; q=0.5", FRAMES),
+        (f"{FRAMES};q=0", NDJSON),
+        (f"{FRAMES};q=x", NDJSON),
+        (f"{FRAMES};q=nan", NDJSON),
+        (f"{FRAMES};q=1e999", NDJSON),
+        (f"{FRAMES};q=-1", NDJSON),
+        (f"{FRAMES};charset=binary", FRAMES),
+        (f"{FRAMES};q=0.5, {FRAMES};q=0.2, {NDJSON};q=0.3", FRAMES),
+        (f"{FRAMES}2", NDJSON),
+        (";;,=,;q=,q=1;", NDJSON),
+    ],
+)
+def test_the_accept_header_chooses_the_encoding(accept, form):
+    assert (
+        accepted_encoding(Headers({} if accept is None else {"accept": accept}), MEDIA_TYPE).media_type
+        == form
+    )
+
+
+def test_several_headers_are_one():
+    raw = [(b"accept", NDJSON.encode() + b";q=0.5"), (b"accept", FRAMES.encode())]
+    assert accepted_encoding(Headers(raw=raw), MEDIA_TYPE).media_type == FRAMES
+
+
+def messages_of(raw):
+    """Return the frames in an answer."""
+    messages = []
+    while raw:
+        length = int.from_bytes(raw[:8], "little")
+        messages.append(raw[8 : 8 + length])
+        assert len(messages[-1]) == length
+        raw = raw[8 + length :]
+    return messages
+
+
+def ask(sidecar, accept, **fields):
+    body = {"prompts": ["a", "bc"], "sampling_params": {"n": 2, "set_size": 300}, "top_logprobs_p": 0.9}
+    return sidecar.http.post(
+        "/rollouts",
+        json=body | {"stream": True} | fields,
+        headers={} if accept is None else {"Accept": accept},
+    )
+
+
+def without_chance(record):
+    """Return a record without its random id, its random routing key, and its time."""
+    by_chance = ("request_id", "routing_key", "timing")
+    return {name: value for name, value in record.items() if name not in by_chance}
+
+
+def test_frames_hold_what_lines_hold(sidecar):
+    in_lines, in_frames = (ask(sidecar, accept) for accept in (None, FRAMES))
+
+    assert [answer.headers["content-type"] for answer in (in_lines, in_frames)] == [NDJSON, FRAMES]
+    *lines, end = map(json.loads, in_lines.text.splitlines())
+    *frames, framed_end = messages_of(in_frames.content)
+    assert end == json.loads(framed_end) == {"done": True, "rollouts": 4}
+
+    def key(record):
+        return record["prompt_index"], record["sample_index"]
+
+    records = sorted(
+        (rollout_to_json(rollout_from_bytes(frame, max_bytes=1 << 20)) for frame in frames), key=key
+    )
+    assert [*map(without_chance, records)] == [*map(without_chance, sorted(lines, key=key))]
+    assert len(in_frames.content) < len(in_lines.content)
+
+
+def test_without_an_accept_header_lines_are_sent(sidecar):
+    answers = [ask(sidecar, accept, prompts="a", sampling_params={}) for accept in (None, "*/*", "text/html")]
+    for answer in answers:
+        assert sorted(name for name in answer.headers if name != "date") == [
+            "content-type",
+            "server",
+            "transfer-encoding",
+        ]
+        record, end = answer.content.splitlines(keepends=True)
+        # As `test_pieces` pins them, the sets last.
+        assert record.endswith(b'"}\n')
+        assert [*json.loads(record)][-1] == "candidates"
+        assert end == b'{"done":true,"rollouts":1}\n'
+
+
+def test_one_answer_is_json_whatever_is_accepted(sidecar):
+    answer = ask(sidecar, FRAMES, stream=False)
+    assert answer.headers["content-type"] == "application/json"
+    assert len(answer.json()["rollouts"]) == 4
+
+
+def test_errors_come_in_frames_once_a_stream_has_begun(sidecar):
+    answer = ask(
+        sidecar, FRAMES, prompts="a", sampling_params={"n": 2, "fault": "hang-second"}, timeout_s=1.5
+    )
+    sample, error = messages_of(answer.content)
+    assert rollout_from_bytes(sample, max_bytes=1 << 20).sample_index == 0
+    assert json.loads(error)["error"]["type"] == "RequestTimeoutError"
+    # Before, they are the answer itself.
+    answer = ask(sidecar, FRAMES, top_logprobs_p=1.5)
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_the_client_gets_frames(sidecar):
+    exact = rollout_from_json(json.loads(ask(sidecar, None).text.splitlines()[0]))
+    with RolloutClient(sidecar.url) as client:
+        rollouts = client.generate(["a", "bc"], {"n": 2, "set_size": 300}, top_logprobs_p=0.9)
+    rollout = rollouts[2 * exact.prompt_index + exact.sample_index]
+    assert np.array_equal(rollout.logprobs, exact.logprobs)
+    assert rollout.candidates == exact.candidates
