@@ -112,9 +112,9 @@ def distillation_loss(
     Direction "reverse" therefore raises a teacher's tail to at least 1e-6, unless the set is the whole
     vocabulary.
 
-    Mode "tail" needs memory for the gradients and for a buffer of `chunk_rows` x V, as `head_logprobs` does.
-    Mode "renormalized" needs as much memory as `candidate_logprobs`. The call does not read the hidden states
-    of positions with an empty set or a loss mask of 0.
+    Mode "tail" needs memory for the gradients and for the logits of `chunk_rows` positions. Mode
+    "renormalized" needs as much as `score` with sets. The call does not read the hidden states of positions
+    with an empty set or a loss mask of 0.
 
     Args:
         hidden: [T, H], float16, bfloat16, float32, or float64, the student's hidden states that predict the
@@ -125,13 +125,13 @@ def distillation_loss(
             sampled token of zero probability as outside the set, and ignores positions with an empty set.
         direction, outside: the direction of the KL, and the mode for ids outside the set, as defined above.
         loss_mask: [T]. The loss ignores positions with a mask of 0.
-        bias, softcap, logit_scale: as in `candidate_logprobs`.
-        tp_group, vocab_start, vocab_size: as in `candidate_logprobs`. The tail covers all ids outside the
+        bias, softcap, logit_scale: as in `score`.
+        tp_group, vocab_start, vocab_size: as in `score`. The tail covers all ids outside the
             set, on all ranks, except the ids of the head's padding rows.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
-        chunk_rows: as in `head_logprobs`. Mode "renormalized" ignores `chunk_rows`.
-        weight_grad, backend: as in `candidate_logprobs`. Mode "tail" ignores `backend`. Mode "tail"
-            requires `weight_grad="dense"`, because every id has a gradient.
+        chunk_rows: as in `score`.
+        weight_grad, backend: as in `score`. With mode "tail", `weight_grad` is "dense" or a buffer, because
+            every id has a gradient.
 
     Returns:
         The `DistillationLoss` of the T positions, on the inputs' device.
