@@ -391,7 +391,7 @@ async def test_through_the_sidecar(engine: Engine, reference_models: dict[str, A
                     await requests.move("clock", 6)
                     if "all" in order:
                         answer = await http.post("/abort", json=order)
-                        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+                        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "aborted": None})
                     else:
                         await client.abort("fleet")
                     made = await asked
