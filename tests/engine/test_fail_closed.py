@@ -121,7 +121,7 @@ def test_serve_says_why_and_exits_non_zero(model_path: Path, another_release: di
 
 
 def test_doctor_holds_here() -> None:
-    ended = _sglang_topp("doctor")
+    ended = _sglang_topp("doctor", "-v")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for hook in hooks_here():
         assert f"holds  {hook.target}" in ended.stdout
@@ -137,7 +137,7 @@ def test_doctor_names_a_plugin_that_was_left_out() -> None:
 
 
 def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
-    ended = _sglang_topp("doctor", env=another_release)
+    ended = _sglang_topp("doctor", "-v", env=another_release)
     assert ended.returncode == 1
     assert f"SGLang 0.5.99 is not supported; supported: {', '.join(RELEASES)}" in ended.stdout
     newest = [seam for seam in SEAMS if seam.is_in("0.5.99")]
@@ -150,7 +150,7 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
 def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as changed:
         changed.write(MISSING_AND_CHANGED)
-    ended = _sglang_topp("doctor", env=another_release)
+    ended = _sglang_topp("doctor", "-v", env=another_release)
     assert ended.returncode == 1
     lines = [line.strip() for line in ended.stdout.splitlines()]
     missing = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.reset_for_retract")

@@ -79,4 +79,5 @@ def test_resumed_tokens_are_served_or_refused(served: Engine) -> None:
         assert "resumed_tokens: answers are not resumed here" in answer.text
     else:
         assert answer.json()["meta_info"]["resumed_tokens"] == 3
-        assert answer.json()["text"].startswith(first["text"][:3])
+        # A token may end inside of a character, which another next token completes in another way.
+        assert answer.json()["text"].startswith(first["text"][:3].split("\ufffd")[0])
