@@ -50,8 +50,7 @@ def serve_engine(arguments: list[str]) -> None:
 
     manager = engine.tokenizer_manager
     manager.server_status = ServerStatus.Up
-    info = getattr(engine, "scheduler_info", None)
-    http_server.set_global_state(http_server._GlobalState(manager, engine.template_manager, info))
+    http_server.set_global_state(http_server._GlobalState(manager, engine.template_manager, {}))
     uvicorn.run(http_server.app, host=server_args.host, port=server_args.port, lifespan="off")
 
 

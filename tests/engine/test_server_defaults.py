@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from sglang_topp import formats
-from sglang_topp.errors import InvalidInputError
+from sglang_topp.errors import BadRequestError
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
 from tests.engine.start_servers import Engine, run_engine
@@ -23,7 +23,6 @@ PREFERRED = {
     "custom_params": {"token_ids": BANNED},
     "frequency_penalty": 0.5,
     "top_k": 40,
-    "min_new_tokens": 4,
 }
 CONTEXT = 256
 
@@ -47,7 +46,14 @@ def asked(**sampling: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", ["top level", "custom_params"])
 @pytest.mark.parametrize(
-    "sampling", [{}, {"frequency_penalty": 0}, {"custom_params": {"token_ids": [1, 3, 5]}}, {"n": 2}], ids=str
+    "sampling",
+    [
+        {},
+        {"frequency_penalty": 0},
+        {"custom_params": {"token_ids": [1, 3, 5]}},
+        {"n": 2, "frequency_penalty": 0},
+    ],
+    ids=str,
 )
 def test_sets_change_no_token(server: Engine, sampling: dict[str, Any], place: str) -> None:
     plain = server.generate(**asked(**sampling))
@@ -97,7 +103,7 @@ def test_the_client_says_so(server: Engine) -> None:
         sampling = {"max_new_tokens": 4, "ignore_eos": True}
         (cut,) = client.generate([[5, 6, 7]], sampling, top_logprobs_p=0.9, on_abort="return")
         cut = replace(cut, finish_reason="abort")
-        with pytest.raises(InvalidInputError, match=r"frequency_penalty: got 0\.5"):
+        with pytest.raises(BadRequestError, match=r"frequency_penalty: got 0\.5"):
             client.resume([cut], {"max_new_tokens": 8, "ignore_eos": True}, top_logprobs_p=0.9)
 
 

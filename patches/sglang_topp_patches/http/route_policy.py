@@ -188,9 +188,11 @@ class Guard:
             place = unserved[0]
             return await _refusal(path, _cannot(path, place), place)(scope, receive, send)
         if path in OPENAI and asked:
-            if problem := _openai_problem(asked, self._process.problems()):
+            parsed = json.loads(body)
+            if problem := _openai_problem(asked, self._process.problems(), parsed):
                 return await _refusal(path, f"{asked[0]}: {problem}", asked[0])(scope, receive, send)
-            return await self._serve(Call(path, _top_level(body)), scope, receive, send)
+            given = {field: parsed[field] for field in FIELDS if field in parsed}
+            return await self._serve(Call(path, given), scope, receive, send)
         if path in SERVED and path not in OPENAI:
             fields, receive = _take_fields(body, receive) if asked else (None, receive)
             return await self._serve(Call(path, fields), scope, receive, send)
@@ -340,12 +342,6 @@ def _places(value: Any, prefix: str) -> Iterator[str]:
                 yield from _places(value[name], f"{prefix}{name}.")
 
 
-def _top_level(body: bytes) -> dict[str, Any]:
-    """Return the request fields in `FIELDS` that a JSON body has at its top level, with their values."""
-    parsed = json.loads(body)
-    return {field: parsed[field] for field in FIELDS if field in parsed}
-
-
 def _take_fields(body: bytes, receive: Receive) -> tuple[dict[str, Any], Receive]:
     """Take the plugin's fields out of a Vertex body, whose `parameters` SGLang passes on as keywords."""
     parsed = json.loads(body)
@@ -354,12 +350,20 @@ def _take_fields(body: bytes, receive: Receive) -> tuple[dict[str, Any], Receive
     return fields, _again(json.dumps(parsed).encode(), receive)
 
 
-def _openai_problem(asked: list[str], problems: tuple[str, ...]) -> str:
+def _openai_problem(asked: list[str], problems: tuple[str, ...], body: Mapping[str, Any]) -> str:
     """Return the reason if an OpenAI call cannot be answered with sets, and "" otherwise."""
     if problems:
         return f"candidate sets are not served here: {'; '.join(problems)}"
     if all(place.endswith(BASE64) for place in asked):
         return "sets the form of candidate sets, and the request asks for none; ask for them, or leave it out"
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    is_assistant = isinstance(last, dict) and last.get("role") == "assistant"
+    if is_assistant and not body.get("continue_final_message"):
+        return (
+            "the chat ends with an assistant turn, which SGLang renders as a user turn; end with a user turn,"
+            " or set continue_final_message"
+        )
     return ""
 
 

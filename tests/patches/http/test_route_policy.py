@@ -234,6 +234,20 @@ async def test_openais_routes_refuse_what_they_do_not_look_at(body: Any) -> None
 
 
 @pytest.mark.usefixtures("holds")
+async def test_a_chat_that_sglang_would_render_as_the_users_is_refused() -> None:
+    user, assistant = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    for messages, fields, status in (
+        ([user], {}, 200),
+        ([user, assistant, user], {}, 200),
+        ([user, assistant], {"continue_final_message": True}, 200),
+        ([user, assistant], {}, 400),
+        ([assistant], {"continue_final_message": False}, 400),
+    ):
+        body = {"messages": messages, **fields, **ASKED}
+        assert (await _openai(json.dumps(body).encode(), taken=True))[1] == [status]
+
+
+@pytest.mark.usefixtures("holds")
 async def test_openais_routes_know_that_nobody_asked() -> None:
     for body in (b'{"prompt": "x"}', b'{"top_logprobs_p": 0, "return_logprobs_in_base64": false}'):
         found, statuses = await _openai(body, taken=False)
