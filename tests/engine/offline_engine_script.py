@@ -99,7 +99,6 @@ def by_hand(engine: Any, request_class: type[Any]) -> dict[str, Callable[[], Any
         return send(obj)
 
     return {
-        "arguments of the request": lambda: send(request(**ASKED, **BASE64)),
         "attributes of the request": with_attributes,
     }
 

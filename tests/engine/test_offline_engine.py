@@ -70,7 +70,7 @@ def check(answer: Any, p: float, tokens: int = 12) -> None:
     "name",
     [
         *("list", "base64", "custom_params list", "custom_params base64", "input_ids", "positional"),
-        *("arguments of the request", "attributes of the request", "async", "after all that"),
+        *("attributes of the request", "async", "after all that"),
     ],
 )
 def test_sets_in_process(answers: Any, name: str) -> None:
