@@ -44,9 +44,8 @@ class RetryBudget:
 
         Args:
             error: the error of the last attempt.
-            has_begun: whether the server had begun to generate. What it then refuses to finish, for example
-                because the sets exceed its memory, it would not finish the next time either, so this is a
-                failure.
+            has_begun: whether the server had begun to generate. A later refusal counts as a failure: a
+                server without the memory for a sample's sets would refuse the sample again.
         """
         is_repeated = self._repeats_aborted and isinstance(error, AbortedError)
         self._waits_out_refusals |= is_repeated

@@ -97,7 +97,7 @@ class RunOptions:
 
 @dataclass
 class _Job:
-    """What one coroutine still has to do.
+    """The rest of the work of one coroutine.
 
     Attributes:
         wanted: the caller's request for complete samples of one prompt.

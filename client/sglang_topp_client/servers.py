@@ -371,8 +371,8 @@ class Server:
     def carrying(self, num_samples: int, number: int) -> Generator[None, None, None]:
         """Count the samples of the call number `number` as this server's load, and note whether it fails.
 
-        A retryable error in the `with` block counts as the server's failure. It is then not ready until a
-        delay has passed, which each further failure in a row roughly doubles (`delay_s`).
+        A retryable error in the `with` block counts as the server's failure, and a delay begins in which it
+        isn't ready. Each further failure in a row roughly doubles the delay (`delay_s`).
         """
         self._last_call = number
         self.num_in_flight += num_samples
@@ -439,9 +439,8 @@ class Servers:
     def choose(self, routing_key: str = "", *, without: Collection[Server] = ()) -> Server:
         """Return the server for one call: the least busy one that is ready.
 
-        The server that the routing key names probably has the prompt in its prefix cache. It is preferred
-        while it is not busier than the others. If no server is ready, the one whose delay ends first is
-        chosen.
+        The server that the routing key names probably has the prompt in its prefix cache, so it comes first
+        unless it is busier than the others. If no server is ready, return the one whose delay ends first.
 
         Args:
             routing_key: the `Rollout.routing_key` of the rollout that the call continues or scores, or empty.

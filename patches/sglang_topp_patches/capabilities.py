@@ -58,7 +58,7 @@ _CHECKED_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a process can serve, and why not.
+    """The features that a process can serve, and the reasons against the others.
 
     Attributes:
         problems: every reason why no request gets sets.

@@ -1,4 +1,4 @@
-"""What one request wants from the plugin, in one value from the body of the request to the scheduler.
+"""`SetsRequest`: one request's wish, in one value from the body of the request to the scheduler.
 
 `http.request_fields` parses the request's fields into a `SetsRequest`, and attaches it to SGLang's
 `GenerateReqInput`. It crosses to the scheduler as a `Carried`, in place of the sampling parameters'
@@ -53,7 +53,7 @@ _ATTRIBUTE = "sglang_topp_request"
 
 @dataclass(frozen=True, kw_only=True)
 class SetsRequest:
-    """What one prompt of a request wants.
+    """The wish of one prompt.
 
     Attributes:
         threshold: the threshold p of the sets; 0 if the prompt asks for none, or for the sampler's sets.

@@ -163,7 +163,7 @@ class PackedSets:
 
 
 class SetBuffer:
-    """What one request has.
+    """The sets of one request.
 
     Attributes:
         first: the index of the first generated position that is here. Those before it were sent or encoded.

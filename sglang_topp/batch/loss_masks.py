@@ -29,7 +29,7 @@ def pack_loss_mask(mask: Any, *, length: int | None = None) -> NDArray[np.int8]:
     Count the ones with `mask.sum()`. Python's built-in `sum` overflows above 127.
 
     Args:
-        mask: a list of L ints or bools, an array [L], or a tensor [L] on any device. It is copied.
+        mask: a list of L ints or bools, an array [L], or a tensor [L] on any device; the result is a copy.
         length: the expected L, such as the response's length, or None to accept any length.
 
     Raises:

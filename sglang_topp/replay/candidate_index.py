@@ -79,7 +79,7 @@ class Segments:
 
     @functools.cached_property
     def plans(self) -> dict[int, Any]:
-        """What a backend derives from the segments, so that it does so only once."""
+        """The data that a backend derives from the segments once."""
         return {}
 
 

@@ -48,7 +48,7 @@ _WEIGHT_ROWS = 1 << 13
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What is computed from a source."""
+    """The values to compute from a source."""
 
     index: CandidateIndex | None
     """The candidates whose raw outputs are computed: `index.listed`."""

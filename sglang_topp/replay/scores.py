@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -73,6 +73,11 @@ class Scores:
     """[T]: with sets and `full`, the target's log-prob over the whole vocabulary."""
     full_entropy: Tensor | None = None
     """[T]: with sets, `full`, and `entropy`, the entropy over the whole vocabulary, in nats."""
+
+    def __repr__(self) -> str:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        shapes = (f"{name}={list(x.shape)} {x.dtype}" for name, x in given.items() if x is not None)
+        return f"Scores({', '.join(shapes)})"
 
 
 # Do not compile these functions, because shapes vary between calls. The decorator has no type annotations.

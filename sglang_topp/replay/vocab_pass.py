@@ -77,7 +77,7 @@ class Softmax:
 
 
 class VocabPass:
-    """What a pass computes. `forward` and `backward` run it."""
+    """The specification of a pass: which values to compute. `forward` and `backward` run it."""
 
     def __init__(
         self,

@@ -323,3 +323,8 @@ def test_more_errors(sets):
         mask_logits(make()[1:], sets)
     with pytest.raises(InvalidCandidateSetsError, match="outside the vocabulary of 60"):
         score_logits(make()[:, :60], targets_of(sets), sets)
+
+
+def test_scores_print_their_shapes_and_no_values():
+    scores = score_logits(torch.zeros(3, 5), torch.tensor([0, 1, 2]), entropy=True)
+    assert repr(scores) == "Scores(logprobs=[3] torch.float32, entropy=[3] torch.float32)"

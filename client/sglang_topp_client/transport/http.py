@@ -393,9 +393,8 @@ class HttpClient:
     def _leave_to_parent(self, nowhere: int) -> None:
         """In a forked process, replace this process's copies of the sockets by the file `nowhere`.
 
-        Whatever later happens to the objects of aiohttp and asyncio in this process then reaches neither the
-        connections nor the parent's epoll, which the processes share: a selector ignores that the file is not
-        registered.
+        The objects of aiohttp and asyncio in this process then reach neither the connections nor the parent's
+        epoll, which the processes share: a selector ignores that the file is not registered.
         """
         self._is_of_parent = True
         for each in list(self._sockets):

@@ -116,10 +116,10 @@ class WeightPusher:
 
 
 class _Sender(Protocol):
-    """What a transport does in a push."""
+    """A transport's part of a push."""
 
     async def check(self, engines: Sequence[EngineControl], is_partial: bool) -> None:
-        """Compare the weights with the tensors that the engines load, as far as they are known.
+        """Compare the known part of the weights with the tensors that the engines load.
 
         Raises:
             InvalidInputError: the weights do not fit.

@@ -1,6 +1,6 @@
 """List the SGLang releases that are supported, and the features that each of them cannot serve.
 
-What a hook says of itself is not repeated here (`hooks`). No other module looks up SGLang's release
+A hook itself names the releases that it belongs to (`hooks`). No other module looks up SGLang's release
 number. Candidate sets are refused on an unlisted release even if the signatures of all hooked functions
 match, because a signature does not show how a release defines its log-probs.
 """

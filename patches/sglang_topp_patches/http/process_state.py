@@ -57,7 +57,7 @@ class HttpProcess:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """What this process can serve. Its first use is after SGLang has loaded its plugins."""
+        """The features that this process can serve. Its first use is after SGLang has loaded its plugins."""
         return Capabilities.of(self.server_args)
 
     def route_problems(self) -> tuple[str, ...]:

@@ -157,7 +157,7 @@ class Call:
             self._in_flight.total += candidates
 
     def close(self) -> None:
-        """Stop counting: the answer was sent or has failed. What still arrives for the call is dropped."""
+        """Stop counting: the answer was sent or has failed. SGLang drops what arrives later."""
         if self._in_flight is not None:
             self._in_flight.total -= self.candidates
             if self.candidates * 8 >= LARGE_BYTES:

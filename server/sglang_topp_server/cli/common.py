@@ -1,4 +1,4 @@
-"""What the commands share: subcommands with examples, argument types, API keys, and exit statuses.
+"""The shared parts of the commands: subcommands with examples, argument types, API keys, and exit statuses.
 
 No command takes an API key as an argument, because process lists show command-line arguments.
 """

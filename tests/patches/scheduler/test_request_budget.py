@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from collections.abc import Sequence
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ class Request:
         self.stream = False
         self.send_token_offset = 0
 
-    def hold(self, generated: list[int], prompt: list[int] = []) -> None:  # noqa: B006
+    def hold(self, generated: list[int], prompt: Sequence[int] = ()) -> None:
         """Append sets of these sizes."""
         for size in generated:
             buffer_of(self).append(packed(size), "7")
