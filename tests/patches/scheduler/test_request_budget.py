@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Sequence
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
