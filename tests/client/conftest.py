@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -466,3 +467,22 @@ class _Fakes:
     answer_score_frames = staticmethod(answer_score_frames)
     framed_samples = staticmethod(framed_samples)
     framed = staticmethod(framed)
+
+
+@asynccontextmanager
+async def hung_server() -> AsyncIterator[str]:
+    """A server that accepts connections and never answers anything."""
+    connections: list[Any] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        with suppress(ConnectionError):
+            while await reader.read(65536):
+                pass
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        await asyncio.gather(*connections)

@@ -6,34 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 
 import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, servers
+from tests.client.conftest import hung_server
 
 # Tolerance for a loaded machine; otherwise the times are some hundredths of a second.
 SLACK_S = 2.5
-
-
-@asynccontextmanager
-async def hung_engine():
-    """A server that accepts connections and never answers a request or an abort."""
-    connections = []
-
-    async def connected(reader, writer):
-        connections.append(asyncio.current_task())
-        with suppress(ConnectionError):
-            while await reader.read(65536):
-                pass
-        writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        server.close()
-        await asyncio.gather(*connections)
 
 
 @pytest.fixture
@@ -59,7 +41,7 @@ async def until(condition):
 
 @pytest.mark.parametrize("num_prompts", [1, 200])
 async def test_a_time_limit_holds(num_prompts):
-    async with hung_engine() as url, AsyncRolloutClient(url, kind="sglang") as client:
+    async with hung_server() as url, AsyncRolloutClient(url, kind="sglang") as client:
         start = time.monotonic()
         with pytest.raises(errors.RequestTimeoutError, match=r"1\.0 s passed"):
             await client.generate([[1]] * num_prompts, timeout_s=1)
@@ -68,7 +50,7 @@ async def test_a_time_limit_holds(num_prompts):
 
 @pytest.mark.parametrize("num_prompts", [1, 200])
 async def test_a_cancellation_is_immediate(num_prompts):
-    async with hung_engine() as url, AsyncRolloutClient(url, kind="sglang") as client:
+    async with hung_server() as url, AsyncRolloutClient(url, kind="sglang") as client:
         task = asyncio.create_task(client.generate([[1]] * num_prompts))
         await asyncio.sleep(0.5)
         start = time.monotonic()
@@ -125,7 +107,7 @@ async def test_close_waits_for_the_aborts(engine, hang, slow_aborts):
 
 
 async def test_close_waits_at_most_three_seconds():
-    async with hung_engine() as url:
+    async with hung_server() as url:
         client = AsyncRolloutClient(url, kind="sglang")
         with pytest.raises(errors.RequestTimeoutError):
             await client.generate([[1]] * 20, timeout_s=0.2)

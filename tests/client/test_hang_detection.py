@@ -4,12 +4,12 @@ import asyncio
 import json
 import re
 import time
-from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, servers
+from tests.client.conftest import hung_server
 
 pytestmark = pytest.mark.usefixtures("no_leftovers", "hasty")
 
@@ -18,25 +18,6 @@ pytestmark = pytest.mark.usefixtures("no_leftovers", "hasty")
 def hasty(monkeypatch):
     monkeypatch.setattr(servers, "_SILENCE_S", 0.3)
     monkeypatch.setattr(servers, "_PROBE_TIMEOUT_S", 0.3)
-
-
-@asynccontextmanager
-async def hung_server():
-    """A server that accepts connections and never answers."""
-    connections = []
-
-    async def connected(reader, writer):
-        connections.append(asyncio.current_task())
-        with suppress(ConnectionError):
-            while await reader.read(65536):
-                pass
-        writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        server.close()
-        await asyncio.gather(*connections)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "auto"])
