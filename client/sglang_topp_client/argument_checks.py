@@ -22,7 +22,6 @@ __all__ = [
     "check_request_id",
     "find_json_problem",
     "fresh_id",
-    "is_id_of",
     "is_text",
     "seconds",
     "truncate",
@@ -40,8 +39,6 @@ MAX_REQUEST_ID = 512
 
 # Python's JSON encoder and decoder fail at about 900 nested levels, depending on the caller's stack depth.
 _MAX_NESTING = 100
-# `fresh_id` appends a hyphen and 32 hexadecimal digits.
-_MAX_PREFIX = MAX_REQUEST_ID - 33
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
@@ -143,13 +140,8 @@ def fresh_id(request_id: str) -> str:
 
     If the unique id would exceed `MAX_REQUEST_ID` characters, the function truncates `request_id`.
     """
-    return request_id[:_MAX_PREFIX] + f"-{uuid.uuid4().hex}"
-
-
-def is_id_of(unique_id: str, request_id: str) -> bool:
-    """Return whether `unique_id` is `request_id`, or an id that `fresh_id` made from it."""
-    prefix, _, suffix = unique_id.rpartition("-")
-    return unique_id == request_id or (prefix == request_id[:_MAX_PREFIX] and len(suffix) == 32)
+    unique = f"-{uuid.uuid4().hex}"
+    return request_id[: MAX_REQUEST_ID - len(unique)] + unique
 
 
 def as_token_ids(name: str, values: Any) -> list[int]:

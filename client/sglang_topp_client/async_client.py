@@ -449,8 +449,9 @@ class AsyncRolloutClient:
         Even if the engine does not receive it, the client closes the samples' connections, and the engine
         then aborts the samples. If the caller cancels the wait, the client still sends the abort.
 
-        If this client runs no request with this `request_id`, it asks every server. A sidecar aborts the
-        requests that other processes sent under this id. An engine knows only its own ids of samples
+        If this client runs no request with this `request_id`, it asks every server. A sidecar knows the ids
+        that callers gave it over HTTP. Other clients make their ids unique, so that two trainers that both
+        use `"step-7"` do not abort each other. An engine knows only its own ids of samples
         (`Rollout.request_id`), and does not say whether it knew one.
 
         Returns:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.argument_checks import is_id_of
 from sglang_topp_client.requests.plan_generate import SampleRequest
 from sglang_topp_client.run import Place, Run, RunOptions
 from sglang_topp_client.servers import Kind, Server, Servers
@@ -131,7 +130,7 @@ class Runs:
     async def _abort_here(self, request_id: str, counts: list[int]) -> None:
         """Abort the calls of this event loop, and add to `counts` how many prompts were unfinished."""
         here = self._here()
-        runs = [run for run in here.runs if is_id_of(run.name, request_id)]
+        runs = [run for run in here.runs if run.name == request_id]
         counts.append(sum(len({prompt for prompt, _ in run.missing}) for run in runs))
         for run in runs:
             if run.can_stop:

@@ -18,8 +18,7 @@ class AbortBody(BaseModel):
 
     request_id: StrictStr | None = Field(
         default=None,
-        description="The request's `request_id` in `POST /rollouts` or in the Python client, or its id in the"
-        " engine's log.",
+        description="The request's `request_id` in `POST /rollouts`, or its id in the engine's log.",
     )
     all: StrictBool = Field(default=False, description="Abort all requests in the engine, of all callers.")
 

@@ -283,8 +283,8 @@ def test_a_request_is_stopped_by_its_name(sidecar, engine, eventually):
     eventually(lambda: len(engine.hung_up) == 2)
 
 
-def test_another_process_aborts_by_the_callers_own_id(sidecar, engine, eventually):
-    """The client sends a fresh id for each call, which begins with the caller's."""
+def test_a_client_aborts_its_own_calls_and_no_others_of_the_same_name(sidecar, engine, eventually):
+    """Two trainers may both use "step-7". The client therefore sends a fresh id for each call."""
     with RolloutClient(sidecar.url) as caller, RolloutClient(sidecar.url) as other:
         caught = []
 
@@ -296,8 +296,9 @@ def test_another_process_aborts_by_the_callers_own_id(sidecar, engine, eventuall
         thread = threading.Thread(target=generate)
         thread.start()
         eventually(lambda: len(engine.bodies) == 2)
-        assert other.abort("step-8") == other.abort("step") == 0
-        assert other.abort("step-7") == 2
+        assert other.abort("step-7") == caller.abort("step") == 0
+        assert thread.is_alive()
+        assert caller.abort("step-7") == 2
         thread.join()
         assert caught
 
