@@ -50,7 +50,6 @@ _HELD = 4096  # the most values that `_search` keeps in registers
 _PIVOTS = 8
 _WARPS = 16
 _HIGHEST = tl.constexpr(MAX_LOGPROB)
-_NAN = tl.constexpr(float("nan"))
 _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.constexpr(NOT_LOGPROBS)
 
 
@@ -352,7 +351,7 @@ def _maxima_kernel(
         values = values.to(tl.float32)
         is_nan = values != values  # `tl.max` does not reliably return NaN for a block with NaN
         highest = tl.max(tl.where(is_nan, float("-inf"), values), 1)
-        highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, _NAN, highest)
+        highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), highest)
         tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)
 
 
@@ -404,7 +403,7 @@ def _cut_kernel(
         highest_H = tl.maximum(highest_H, tl.where(is_nan, float("-inf"), maxima))
     highest = tl.max(highest_H, 0)
     if tl.max(has_nan_H, 0) > 0:
-        highest = highest * _NAN
+        highest = highest * float("nan")
     tl.store(highest_ptr + row, highest)
     if not (highest.to(tl.float64) <= _HIGHEST):
         tl.store(error_codes_ptr + row, _NOT_LOGPROBS)
