@@ -112,9 +112,12 @@ class StagedRows:
         sizes = np.where(self.rows[_START] >= 0, self.rows[_SIZE], 0)
         offsets = offsets_of(sizes)
         # The staging area holds the sets in the order of their rows, without gaps.
-        entries = torch.from_numpy(self.entries[:, : offsets[-1]])
-        ids, logprobs = _ordered(torch.from_numpy(sizes), entries, is_by_id=self.is_by_id)
-        return ids.numpy(), logprobs.numpy(), offsets
+        ids, logprobs = self.entries[0, : offsets[-1]], self.entries[1, : offsets[-1]].view(np.float32)
+        # The order of `_ordered`. For a few thousand candidates, NumPy takes half as long as torch.
+        bits = (np.float32(0.0) - logprobs).view(np.int32)
+        keys = (np.arange(len(sizes)).repeat(sizes) << 32) + (bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        order = keys.argsort(kind="stable") if self.is_by_id else np.lexsort((ids, keys))
+        return ids[order], logprobs[order], offsets
 
 
 def stage_top_p(

@@ -50,6 +50,8 @@ TEACHER_SETS = CandidateSets.concat(
         teacher_sets(draw(1, V), 1.0, [0]),
     ]
 )
+# A real GPU adds in another order than the CPU. On an H200, the largest difference was 1.3e-6.
+ROUNDING = 2e-6 if torch.cuda.is_available() else 1e-6
 TEMPERATURE = 0.5 + draw(len(SETS)).abs()
 
 
@@ -164,7 +166,7 @@ def test_scores_and_gradients(scored, dtype):
         assert value.dtype == want[name].dtype
         # In half precision, the GPU rounds a chunk's gradient before the product, and the CPU converts the
         # factors to float32.
-        assert error(value.cpu(), want[name].double()) < max(1e-6, 2 * torch.finfo(value.dtype).eps), name
+        assert error(value.cpu(), want[name].double()) < max(ROUNDING, 2 * torch.finfo(value.dtype).eps), name
 
 
 def test_masks():
@@ -202,7 +204,7 @@ def test_layout_old_logprobs_and_metrics():
         got = run("cuda")
     for name, want in run("cpu").items():
         assert got[name].device.type == "cuda", name
-        assert torch.equal(got[name].cpu(), want), name
+        assert error(got[name].cpu(), want.double()) <= (ROUNDING if torch.cuda.is_available() else 0), name
 
 
 def test_a_row_selection_never_waits():
@@ -247,7 +249,7 @@ def test_the_example_loss(replay):
         with gpu():
             loss, grad = run("cuda")
         want, want_grad = run("cpu")
-    assert error(loss.cpu(), want.double()) < 1e-6
+    assert error(loss.cpu(), want.double()) < ROUNDING
     assert error(grad.cpu(), want_grad.double()) < 1e-5
 
 

@@ -249,6 +249,8 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
     ]
     kernels = SimpleNamespace(draw=lambda **kwargs: None)
     monkeypatch.setattr(type(internals()), "verification_kernels", lambda self: [(kernels, "draw")])
+    attached: list[Any] = []  # each release keeps it elsewhere
+    monkeypatch.setattr(type(internals()), "attach", lambda self, output, sets: attached.append(sets))
     with gpu():
         there = {name: each.to("cuda") for name, each in {"p": probs, "t": tokens, "i": index}.items()}
         batch = SimpleNamespace(
@@ -271,7 +273,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
             speculative_verification.compute_logprobs(
                 process, lambda *args, **kwargs: None, batch, output, result[0]
             )
-            copied = output.auxiliary_device_output.copy_to_host(on_host)
+            copied = attached[-1].copy_to_host(on_host)
         there["p"].zero_()
         commits = [
             Committed(0, tuple(tokens.view(5, width)[row, :count].tolist())) for row, count in enumerate(lens)
