@@ -1,8 +1,8 @@
 """Benchmark of scoring over candidate sets (replay), against full logits with a dense mask.
 
-Each contender runs a forward and a backward pass. On the CPU, contenders use float32 and one thread. On a
-GPU, if there is one, contenders use bfloat16 and tensors as large as a real trainer's. Random set sizes
-imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 % singletons.
+Each contender runs a forward and a backward pass on the CPU, in float32 and in one thread. `replay_gpu`
+measures a GPU. Random set sizes imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about
+80, and 46 % singletons.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from benchmarks.harness.peak_memory import Work, compare_peaks
 from sglang_topp import CandidateSets
 from sglang_topp.replay import (
     Layout,
-    Scores,
     mask_logits,
     score,
     score_logits,
 )
 
-__all__ = ["make_sets", "run"]
+__all__ = ["candidate_head", "epochs", "full_head", "head_inputs", "make_sets", "run", "targets_of"]
 
 T, H, V = 2048, 1024, 32_768
 TINY = (16, 8, 64)
@@ -39,10 +38,6 @@ def run() -> None:
         _run_on_cpu()
     finally:
         torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        _run_on_gpu(65_536, 4096, 151_936)
-    else:
-        print("\nGPU: not measured, this machine has none")
 
 
 def _run_on_cpu() -> None:
@@ -151,7 +146,7 @@ def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> C
     return CandidateSets(np.concatenate(ids), logprobs, np.concatenate([[0], np.cumsum(sizes)]), sampled)
 
 
-def _head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def head_inputs(t: int, h: int, v: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(t, h, dtype=dtype, device=device)
     return hidden.requires_grad_(), (0.02 * torch.randn(v, h, dtype=dtype, device=device)).requires_grad_()
@@ -175,14 +170,14 @@ def _picked(logprobs_TV: Tensor, targets: Tensor) -> Tensor:
     return logprobs_TV.gather(1, targets[:, None])
 
 
-def _targets(sets: CandidateSets, device: str = "cpu") -> Tensor:
+def targets_of(sets: CandidateSets, device: str = "cpu") -> Tensor:
     return torch.tensor(sets.sampled_ids, dtype=torch.int64, device=device)
 
 
 def dense_head(t: int, h: int, v: int, size: int | None = None) -> Work:
-    hidden, weight = _head_inputs(t, h, v, torch.float32, "cpu")
+    hidden, weight = head_inputs(t, h, v, torch.float32, "cpu")
     sets = make_sets(t, v, size)
-    targets = _targets(sets)
+    targets = targets_of(sets)
 
     def function() -> Tensor:
         return _picked(torch.log_softmax(mask_logits(hidden @ weight.t(), sets), dim=1), targets)
@@ -193,9 +188,9 @@ def dense_head(t: int, h: int, v: int, size: int | None = None) -> Work:
 def candidate_head(
     t: int, h: int, v: int, size: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Work:
-    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    hidden, weight = head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v, size)
-    targets = _targets(sets, device)
+    targets = targets_of(sets, device)
     return _work(lambda: score(hidden, weight, targets, sets).logprobs, [hidden, weight])
 
 
@@ -212,9 +207,9 @@ def epochs(
 
     The step is one forward pass for the reference policy, then four forward-backward passes for the policy.
     """
-    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    hidden, weight = head_inputs(t, h, v, dtype, device)
     sets = make_sets(t, v)
-    targets, buffer = _targets(sets, device), torch.zeros_like(weight)
+    targets, buffer = targets_of(sets, device), torch.zeros_like(weight)
 
     def step() -> None:
         candidates = sets.to_torch(device) if to_torch else sets
@@ -236,18 +231,18 @@ def _logits(t: int, v: int) -> Tensor:
 
 def dense_logits(t: int, h: int, v: int) -> Work:
     logits, sets = _logits(t, v), make_sets(t, v)
-    targets = _targets(sets)
+    targets = targets_of(sets)
     return _work(lambda: _picked(torch.log_softmax(mask_logits(logits, sets), dim=1), targets), [logits])
 
 
 def sparse_logits(t: int, h: int, v: int) -> Work:
     logits, sets = _logits(t, v), make_sets(t, v)
-    targets = _targets(sets)
+    targets = targets_of(sets)
     return _work(lambda: score_logits(logits, targets, sets).logprobs, [logits])
 
 
 def plain_full_head(t: int, h: int, v: int) -> Work:
-    hidden, weight = _head_inputs(t, h, v, torch.float32, "cpu")
+    hidden, weight = head_inputs(t, h, v, torch.float32, "cpu")
     targets = torch.arange(t) % v
     return _work(lambda: _picked(torch.log_softmax(hidden @ weight.t(), dim=1), targets), [hidden, weight])
 
@@ -255,14 +250,14 @@ def plain_full_head(t: int, h: int, v: int) -> Work:
 def full_head(
     t: int, h: int, v: int, chunk: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Work:
-    hidden, weight = _head_inputs(t, h, v, dtype, device)
+    hidden, weight = head_inputs(t, h, v, dtype, device)
     targets = torch.arange(t, device=device) % v
     return _work(lambda: score(hidden, weight, targets, chunk_rows=chunk).logprobs, [hidden, weight])
 
 
 def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
     """Return a function that scores only the response: the last t // n of a sequence's t + 1 tokens."""
-    hidden, weight = _head_inputs(t + 1, h, v, torch.float32, "cpu")
+    hidden, weight = head_inputs(t + 1, h, v, torch.float32, "cpu")
     rows = Layout().select_rows([t + 1 - t // n], [t // n])
     targets = torch.arange(t // n) % v
 
@@ -270,56 +265,6 @@ def response_only(t: int, h: int, v: int, n: int, chunk: int) -> Work:
         return score(rows.select(hidden), weight, targets, chunk_rows=chunk).logprobs
 
     return _work(function, [hidden, weight])
-
-
-def _run_on_gpu(t: int, h: int, v: int, device: str = "cuda") -> None:
-    dtype = torch.bfloat16
-    compare(
-        f"GPU, {dtype}, forward + backward; T = {t}, H = {h}, V = {v}",
-        {
-            "score without sets, full logits in chunks": full_head(t, h, v, None, dtype, device),
-            "score": candidate_head(t, h, v, None, dtype, device),
-        },
-        rounds=5,
-        target=30,
-        picture="replay",
-    )
-    compare(
-        f"GPU, {dtype}, one reference and four PPO epochs over the same sets; T = {t}, H = {h}, V = {v}",
-        {
-            "score(sets)": epochs(t, h, v, to_torch=False, dtype=dtype, device=device),
-            "score(sets.to_torch())": epochs(t, h, v, to_torch=True, dtype=dtype, device=device),
-        },
-        rounds=9,
-    )
-    hidden, weight = _head_inputs(t, h, v, dtype, device)
-    sets = make_sets(t, v)
-    targets = _targets(sets, device)
-    entries = np.repeat(sets.sizes > 1, sets.sizes)
-    rows = torch.tensor(sets.token_ids[entries], dtype=torch.int64, device=device)
-
-    def read_once() -> None:
-        # `embedding_bag` reads every row, but writes only one sum per 256 rows. `embedding_bag` therefore
-        # spends nearly all of its time on reading.
-        torch.nn.functional.embedding_bag(
-            rows, weight.detach(), torch.arange(0, len(rows), 256, device=device)
-        )
-        if rows.is_cuda:
-            torch.cuda.synchronize()
-
-    def forward() -> Scores:
-        with torch.no_grad():
-            scores = score(hidden, weight, targets, sets)
-        if rows.is_cuda:
-            torch.cuda.synchronize()
-        return scores
-
-    compare(
-        "GPU, forward pass against one read of the gathered rows (embedding_bag); above 0.33 is the goal",
-        {"read once": read_once, "score, forward": forward},
-        rounds=9,
-        picture="replay",
-    )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ maxima. If the sum over all blocks is below `p`, every block with a token of non
 The second kernel then searches the active blocks for the exact cutoff, which separates the nucleus's
 log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
 
-In most rows that a language model computes, the second kernel selects only a few dozen of the row's thousands
-of blocks as active blocks. A row of normally distributed logits with standard deviation 6 has 85 active
-blocks out of 2,374 at p = 0.95. If all tokens of a row are about equally likely, all blocks are active, and
-the extraction takes longer.
+A block's maximum says nothing about its other tokens. In a real vocabulary, digits and punctuation marks are
+neighbors, so a block often holds several likely tokens, and the maxima alone may not reach `p`. Before the
+second kernel selects more than 64 blocks, it therefore adds up, in the 64 blocks with the highest maxima (in
+fewer, if maxima are equal), the probabilities of all tokens above the other blocks' maxima. If they reach
+`p`, these blocks contain the nucleus. Otherwise, as if all tokens of a row are about equally likely, the
+extraction takes longer.
 
 The search for the cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
 log-prob has a lower sort key (`top_p_torch.sort_key_descending`). The search starts with an interval of sort
@@ -255,6 +257,12 @@ def _values(
 
 
 @triton.jit
+def _masses(values, IS_COUNT: tl.constexpr):
+    """Compute the probabilities of log-probs in float64, or ones."""
+    return tl.full(values.shape, 1.0, tl.float64) if IS_COUNT else tl.exp(values.to(tl.float64))
+
+
+@triton.jit
 def _above(keys_T, masses_T, keys_P):
     """Compare T values with P pivots, and return the results as two [P, T] tensors.
 
@@ -279,11 +287,16 @@ def _search(
     HELD: tl.constexpr,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
+    IS_COUNT: tl.constexpr = False,
 ):
     """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
 
+    Also return a key that is not above the keys of the least likely values of the nucleus, and the number of
+    values with keys below it. Without those, the total probability is below `limit`.
+
     The values are a row's block maxima, or the log-probs of the row's active blocks. A value of non-zero
-    probability is in the nucleus if the total probability of all higher values is below `limit`.
+    probability is in the nucleus if the total probability of all higher values is below `limit`. If IS_COUNT,
+    every value counts as 1 instead of its probability.
 
     A higher value has a lower sort key. The search narrows the interval of sort keys from `low` to
     `high - 1`. The values with keys below `low` have a total probability below `limit`, so a value with key
@@ -305,7 +318,7 @@ def _search(
     pivot = tl.arange(0, PIVOTS)
     is_held = num_values <= HELD
     held = _values(row_ptr, blocks_ptr, 0, tl.where(is_held, num_values, 0), vocab, IS_GATHERED, BLOCK, HELD)
-    held_keys, held_masses = _sort_key_descending(held), tl.exp(held.to(tl.float64))
+    held_keys, held_masses = _sort_key_descending(held), _masses(held, IS_COUNT)
     is_open = low < high
     while is_open:
         step = (high - low + (PIVOTS - 1)) // PIVOTS
@@ -318,7 +331,7 @@ def _search(
             counts_PT = tl.zeros((PIVOTS, TILE), tl.int32)
             for start in range(0, num_values, TILE):
                 values = _values(row_ptr, blocks_ptr, start, num_values, vocab, IS_GATHERED, BLOCK, TILE)
-                masses, counts = _above(_sort_key_descending(values), tl.exp(values.to(tl.float64)), keys_P)
+                masses, counts = _above(_sort_key_descending(values), _masses(values, IS_COUNT), keys_P)
                 masses_PT += masses
                 counts_PT += counts
             masses_P, counts_P = tl.sum(masses_PT, 1), tl.sum(counts_PT, 1)
@@ -329,7 +342,20 @@ def _search(
         high = tl.minimum(low + step * (num_passed + 1).to(tl.int64), high)
         low = tl.minimum(low + step * num_passed.to(tl.int64), high)
         is_open = (below_high - below_low > 1) & (high - low > 1)
-    return high, below_high
+    return high, below_high, low, below_low
+
+
+@triton.jit
+def _write_blocks(maxima_ptr, blocks_ptr, num_blocks, key, HELD: tl.constexpr):
+    """Write the indices of the blocks whose maxima have sort keys below `key`."""
+    written = tl.full((), 0, tl.int32)
+    for start in range(0, num_blocks, HELD):
+        at = start + tl.arange(0, HELD)
+        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
+        is_active = _sort_key_descending(maxima).to(tl.int64) < key
+        tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
+        written += tl.sum(is_active.to(tl.int32), 0)
+    tl.debug_barrier()  # the caller reads block indices that other threads wrote
 
 
 @triton.jit
@@ -410,7 +436,7 @@ def _cut_kernel(
         return
 
     highest_key = _sort_key_descending(highest)
-    key, num_active = _search(
+    key, num_active, _, _ = _search(
         maxima_ptr,
         maxima_ptr,
         num_blocks,
@@ -424,17 +450,36 @@ def _cut_kernel(
         TILE,
         PIVOTS,
     )
-    written = tl.full((), 0, tl.int32)
-    for start in range(0, num_blocks, HELD):
-        at = start + tl.arange(0, HELD)
-        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
-        is_active = _sort_key_descending(maxima).to(tl.int64) < key
-        tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
-        written += tl.sum(is_active.to(tl.int32), 0)
+    if num_active * BLOCK > HELD:
+        # A block may hold several likely tokens, and only its maximum counted. If the tokens above the maxima
+        # of all other blocks reach the limit, the blocks with the highest maxima contain the nucleus.
+        _, _, few_key, num_few = _search(
+            maxima_ptr,
+            maxima_ptr,
+            num_blocks,
+            vocab,
+            HELD // BLOCK + 1,
+            highest_key,
+            lowest_key,
+            False,
+            BLOCK,
+            HELD,
+            TILE,
+            PIVOTS,
+            True,
+        )
+        _write_blocks(maxima_ptr, blocks_ptr, num_blocks, few_key, HELD)
+        values = _values(row_ptr, blocks_ptr, 0, num_few * BLOCK, vocab, True, BLOCK, HELD)
+        is_above = _sort_key_descending(values).to(tl.int64) < few_key
+        mass = tl.sum(tl.where(is_above, tl.exp(values.to(tl.float64)), 0.0), 0)
+        if mass > limit + 1e-9:  # far more than the rounding of two float64 sums
+            key = few_key
+            num_active = num_few
+        tl.debug_barrier()  # all threads have read the indices that are written again below
+    _write_blocks(maxima_ptr, blocks_ptr, num_blocks, key, HELD)
     tl.store(active_ptr + row, num_active)
-    tl.debug_barrier()  # the search below reads block indices that other threads wrote
 
-    key, size = _search(
+    key, size, _, _ = _search(
         row_ptr,
         blocks_ptr,
         num_active * BLOCK,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_topp.nucleus import gpu_extraction, support_candidates, top_p_candidates
+from sglang_topp.nucleus import gpu_extraction, support_candidates, top_p_candidates, top_p_triton
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
 
@@ -267,3 +267,30 @@ def test_staged_and_waiting_extraction_launch_the_same_kernels(monkeypatch: pyte
         gpu_extraction.stage_support(on_gpu, rows, is_drawn, ids, drawn, capacity=8)
         gpu_extraction.support_candidates(on_gpu, is_drawn.float(), ids, drawn)
     assert starts == {name: {torch.int64} for name in starts}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_likely_neighbors_need_few_blocks(dtype: torch.dtype) -> None:
+    """The maxima of the blocks alone do not reach p, because likely tokens are in the same block."""
+    generator = torch.Generator().manual_seed(3)
+    vocab, block = 150 * 64 - 7, 64
+    logits = torch.randn(7, vocab, generator=generator)
+    logits[0, 11], logits[0, 13] = 17.0, 16.9
+    logits[1, 640:704] = 14.0  # one whole block of ties
+    logits[2, ::block] = 9.0  # as many equal maxima as blocks
+    logits[2, 1::block] = 9.0
+    logits[3, 64:128] = 16.0 - torch.arange(64) / 8
+    logits[3, 4096:4128] = 15.0 - torch.arange(32) / 8
+    logits[4] *= 0.01  # the nucleus needs nearly all blocks
+    logits[5, 300:310], logits[5, 9000] = 12.0, 11.0  # 64 blocks reach 0.95, but not 0.9999
+    logits[6, 5], logits[6, 6] = 30.0, 29.9
+    logprobs = torch.log_softmax(logits, 1).to(dtype)
+    for p in (0.5, 0.95, 0.9999, 1.0):
+        got = take(logprobs, [p] * 7, list(range(7)), 7 * vocab)
+        assert_exact(got, logprobs, [p] * 7, list(range(7)))
+    with gpu():
+        limits = torch.full((7,), 0.95, dtype=torch.float64).to("cuda")
+        cuts = top_p_triton.find_cuts(logprobs.to("cuda"), limits, None, torch.finfo(dtype).min)
+        active = cuts.active.cpu().tolist()
+    assert cuts.block == block
+    assert [count <= block for count in active] == [True, True, False, True, False, True, True], active
