@@ -8,7 +8,7 @@ The class tree, with a second base class in parentheses::
     ├── WireError (ValueError)                 a payload cannot be decoded exactly; `.field` names the key
     │   ├── MissingCandidateSetsError          the response lacks the requested sets
     │   └── SampledTokenMissingError           a set does not contain its sampled token
-    ├── PatchError                             the patch set does not fit the engine's SGLang
+    ├── PatchError                             the plugin does not fit the engine's SGLang
     └── RequestError                           a request to a server failed
         ├── TransportError                     no complete answer: refused, reset, or cut off
         │   └── RequestTimeoutError            the caller's own time limit expired
@@ -104,7 +104,7 @@ class SampledTokenMissingError(WireError):
 
 
 class PatchError(SglangToppError):
-    """The patch set does not fit the engine's SGLang: a function is missing, changed, or not patched."""
+    """The plugin does not fit the engine's SGLang: a function is missing, changed, or not patched."""
 
 
 class RequestError(SglangToppError):

@@ -49,5 +49,5 @@ def report(verbose: bool) -> tuple[bool, list[str]]:
     problems = [*found.problems, *environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
     lines += [f"note: {note}" for note in environment_notes()]
-    lines.append("the patch set does NOT hold: requests are refused" if problems else "the patch set holds")
+    lines.append("the plugin does NOT hold: requests are refused" if problems else "the plugin holds")
     return not problems, lines

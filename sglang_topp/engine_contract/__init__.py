@@ -1,1 +1,1 @@
-"""Checks of SGLang requests, shared by the sidecar, the client, and the patch set."""
+"""Checks of SGLang requests, shared by the sidecar, the client, and the plugin."""

@@ -6,7 +6,7 @@ SGLang. For example, all other requests wait while SGLang tokenizes a long text,
 slow stop regex. SGLang refuses some values by itself. This module checks such a value only if SGLang would
 answer with status 500 and give no reason.
 
-The sidecar checks every request with this module. The patch set checks only the requests that ask for
+The sidecar checks every request with this module. The plugin checks only the requests that ask for
 candidate sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
@@ -67,7 +67,7 @@ class Model:
 
     @classmethod
     def from_record(cls, record: Any) -> Model | None:
-        """Build a `Model` from the `model` record that the patch set adds to SGLang's `GET /server_info`.
+        """Build a `Model` from the `model` record that the plugin adds to SGLang's `GET /server_info`.
 
         Return None if `record` is invalid.
         """

@@ -35,7 +35,7 @@ RESUMABLE_PARAMS = frozenset(
         # The sampler's random noise depends on the seed and on the token's position. Positions are counted
         # from the prompt's first token.
         "sampling_seed",
-        # Parameters that control where an answer ends. The patch set makes SGLang search for stop strings and
+        # Parameters that control where an answer ends. The plugin makes SGLang search for stop strings and
         # patterns also in the tokens that earlier requests generated.
         "stop",
         "stop_token_ids",

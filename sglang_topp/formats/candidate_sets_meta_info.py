@@ -134,7 +134,7 @@ def _decode(
             raise MissingCandidateSetsError(
                 name,
                 "the response holds no candidate sets; is top_logprobs_p in the request, and does the server"
-                " run the sglang-topp patch set (`sglang-topp doctor`)?",
+                " run the sglang-topp plugin (`sglang-topp doctor`)?",
             )
         if len(present) < 3:
             absent = next(key for key in (values, ids, counts) if key not in present)

@@ -1,18 +1,18 @@
 """Encode and decode SGLang's top log-probs: the k most likely tokens of each position (`top_logprobs_num`).
 
 The response's `meta_info` holds the top log-probs in one of four forms. `decode_top_k` reads all four forms.
-`encode_top_k` writes only the patch set's form. In the field names below, `{side}` is `input` for the prompt
+`encode_top_k` writes only the plugin's form. In the field names below, `{side}` is `input` for the prompt
 and `output` for generated tokens::
 
     SGLang, lists         {side}_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
     SGLang, flat arrays   {side}_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
     SGLang, base64        {side}_top_logprobs_{val_flat_b64,idx_flat_b64,shape,null_prefix}
                           {side}_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
-    patch set, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
+    plugin, base64     {side}_top_logprobs_{val_base64,idx_base64,shape,none_positions}
 
 The field `shape` is `[R, k]`: the log-probs and the token ids are two arrays of R rows of k numbers. A
 position without a distribution, such as the prompt's first token, has no row in these arrays. SGLang's field
-`null_prefix` is the number of leading positions without a row. The patch set's field `none_positions` lists
+`null_prefix` is the number of leading positions without a row. The plugin's field `none_positions` lists
 the positions without a row.
 
 Shape legend: T positions, R positions with a distribution, n listed tokens over all positions.
@@ -59,7 +59,7 @@ _SHAPE, _PREFIX, _NONE = f"{_LISTS}_shape", f"{_LISTS}_null_prefix", f"{_LISTS}_
 def encode_top_k(
     side: Side, logprobs: Sequence[Sequence[float] | None], token_ids: Sequence[Sequence[int] | None]
 ) -> dict[str, Any]:
-    """Encode top-k log-probs as the `meta_info` fields of the patch set's base64 form.
+    """Encode top-k log-probs as the `meta_info` fields of the plugin's base64 form.
 
     The base64 fields encode an array of log-probs [R, k] and an array of token ids [R, k]. A position without
     a distribution has no row in the arrays. `{side}_top_logprobs_shape` is `[R, k]`.
@@ -109,7 +109,7 @@ def decode_top_k(
 
     The request must have `top_logprobs_num` >= `k`.
 
-    The response may come from SGLang with or without the patch set. Let `q` be the probabilities at position
+    The response may come from SGLang with or without the plugin. Let `q` be the probabilities at position
     `t`. The candidate set of position `t` is::
 
         C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
@@ -122,7 +122,7 @@ def decode_top_k(
     Args:
         meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).
             SGLang returns flat arrays, as JSON or base64, if the request has
-            `return_flat_raw_output_top_logprobs`. The patch set returns base64 arrays if the request has
+            `return_flat_raw_output_top_logprobs`. The plugin returns base64 arrays if the request has
             `return_logprobs_in_base64`.
         output_ids: integers [T], the response's `output_ids`.
         k: how many of the most likely tokens to keep at each position, 1 or more.

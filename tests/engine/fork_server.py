@@ -37,7 +37,7 @@ from tests.engine.sglang_forks.sitecustomize import fork_instead_of_spawn
 
 __all__ = ["ForkServer", "ForkedProcess"]
 
-# SGLang reads these when a server starts. It may read others at import, as the patch set reads its limits
+# SGLang reads these when a server starts. It may read others at import, as the plugin reads its limits
 # when it is registered.
 _READ_AT_START = {
     "PYTHONPATH",

@@ -41,7 +41,7 @@ def _run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_machine_whose_accelerator_is_not_found_does_not_serve(model_path: Path) -> None:
-    """SGLang refuses to start, as it does without the patch set. It must not serve on the CPU unnoticed."""
+    """SGLang refuses to start, as it does without the plugin. It must not serve on the CPU unnoticed."""
     ended = _run("-m", "sglang.launch_server", "--model-path", str(model_path), "--port", "0")
     assert ended.returncode != 0
     assert "platform plugin activated" not in ended.stdout + ended.stderr

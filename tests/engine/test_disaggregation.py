@@ -1,7 +1,7 @@
 """A prefill server and a decode server on the CPU: the decode server's answers are whole.
 
 NVIDIA's `nixl` moves the KV cache, between host memory and host memory (`nixl_on_cpu`). A caller sends the
-same request to both, as a router does. (`n` above 1 hangs there without the patch set, too.)
+same request to both, as a router does. (`n` above 1 hangs there without the plugin, too.)
 """
 
 from __future__ import annotations

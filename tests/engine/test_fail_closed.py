@@ -1,4 +1,4 @@
-"""If the patch set does not hold, no request gets a set, and every caller learns the reason."""
+"""If the plugin does not hold, no request gets a set, and every caller learns the reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MISSING_AND_CHANGED = CHANGED_MODULE.format(
 
 @pytest.fixture
 def another_release(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which SGLang claims a release that the patch set does not know."""
+    """Return an environment in which SGLang claims a release that the plugin does not know."""
     return _at_start(OTHER_RELEASE, tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_doctor_holds_here() -> None:
         assert f"holds  {hook.target}" in ended.stdout
     for feature in installed()[1].refused:
         assert f"refused: {feature}: " in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "the patch set holds"
+    assert ended.stdout.splitlines()[-1] == "the plugin holds"
 
 
 def test_doctor_names_a_plugin_that_was_left_out() -> None:
@@ -159,7 +159,7 @@ def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_p
     assert lines[changed_to + 1] == "takes (self, reason), expected error_msg among them"
     count = sum(seam.is_in("0.5.99") for seam in SEAMS)
     assert f"{count - 2} of the {count} functions that are hooked or called are as expected" in ended.stdout
-    assert lines[-1] == "the patch set does NOT hold: requests are refused"
+    assert lines[-1] == "the plugin does NOT hold: requests are refused"
 
 
 def test_an_sglang_that_slime_patched_is_refused_in_words(

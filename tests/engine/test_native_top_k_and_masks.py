@@ -1,4 +1,4 @@
-"""Sets from SGLang without the patch set: fixed-k log-probs and native sampling masks.
+"""Sets from SGLang without the plugin: fixed-k log-probs and native sampling masks.
 
 Some requests also ask for our own fields, to intersect both, or for the fourth form of the arrays.
 """
@@ -142,7 +142,7 @@ def test_support_logprobs_become_those_of_the_whole_distribution(
 
 @needs_native_masks()
 def test_a_native_mask_is_replayed_and_batched(engine: Engine, model_path: Path) -> None:
-    """The whole cycle without the patch set: mask, batch, trainer, and importance ratios of 1."""
+    """The whole cycle without the plugin: mask, batch, trainer, and importance ratios of 1."""
     answers = engine.generate(
         # Not with `n`: SGLang 0.5.23 first sends a request with `max_new_tokens` 0 for it, which has no mask.
         text=PROMPTS * 2,

@@ -293,14 +293,13 @@ def test_a_push_that_sends_nothing_leaves_the_engines_as_they_were(
 async def test_requests_in_flight_continue_with_the_new_weights(
     urls: list[str], weight_folders: dict[str, Path], reference_models: dict[str, Any]
 ) -> None:
-    # A busy machine has generated hundreds of tokens before the model is saved and the engines pause.
+    # A busy machine has generated hundreds of tokens before the engines pause.
     long = {**SAMPLING, "max_new_tokens": 1500, "n": 1}
-    model = load(weight_folders["other-1"])
     async with AsyncRolloutClient(urls) as client:
         sending = asyncio.create_task(client.generate(PROMPTS, long, top_logprobs_p=P))
         for url in urls:
             await until_running(url)
-        await client.push_weights(model, version="other-1")
+        await client.push_weights(weight_folders["other-1"], version="other-1")
         rollouts = await sending
         await client.push_weights(weight_folders["default"], version="default")
     check_named_versions(rollouts, reference_models)

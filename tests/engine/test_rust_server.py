@@ -51,7 +51,7 @@ def test_the_engine_refuses_what_reaches_it(model_path: Path, log_folder: Path) 
         assert len(engine.generate(text="hello", sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
         info = engine.http.get("/server_info").json()
         if is_hook_here(request_check_middleware_before_0_5_22.install):
-            # Before 0.5.22, only the Python server's route reports the patch set.
+            # Before 0.5.22, only the Python server's route reports the plugin.
             assert "sglang_topp" not in info
         else:
             assert info["sglang_topp"]["active"] is False
@@ -72,4 +72,4 @@ def test_doctor_names_it() -> None:
     assert ended.returncode == 1
     assert "problem: SGLANG_RUST_SERVER" in ended.stdout
     assert "note: requests at a temperature other than 1 are refused" in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("the patch set does NOT hold")
+    assert ended.stdout.splitlines()[-1].startswith("the plugin does NOT hold")

@@ -1,4 +1,4 @@
-"""The sets against oracles that share no code with the patch set.
+"""The sets against oracles that share no code with the plugin.
 
 One is transformers' forward pass of the same weights, with the definition applied to it. The other is
 SGLang's own `return_sampling_mask` in the same request: the tokens that its sampler could have drawn.

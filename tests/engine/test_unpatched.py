@@ -114,11 +114,11 @@ def test_server_info_does_not_claim_the_patch_set(unpatched: Engine) -> None:
 def test_the_sidecar_before_it_is_not_ready_and_refuses(unpatched: Engine) -> None:
     with run_sidecar(unpatched.url) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/healthz").status_code == 200
-        assert "without the sglang-topp patch set" in why_not_ready(http)
+        assert "without the sglang-topp plugin" in why_not_ready(http)
         for p in (0.9, None):
             refused = http.post("/rollouts", json={"prompts": ["hello"], "top_logprobs_p": p})
             assert refused.status_code == 503
-            assert "patch set" in refused.json()["error"]["message"]
+            assert "plugin" in refused.json()["error"]["message"]
 
 
 def test_behind_a_gateway_it_is_named(engine: Engine, unpatched: Engine, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_behind_a_gateway_it_is_named(engine: Engine, unpatched: Engine, tmp_pat
     ):
         reason = why_not_ready(http)
         assert f"the engine at {unpatched.url} behind the gateway at {gateway}" in reason
-        assert "without the sglang-topp patch set" in reason
+        assert "without the sglang-topp plugin" in reason
         assert http.post("/rollouts", json={"prompts": ["hello"]}).status_code == 503
 
 

@@ -216,7 +216,7 @@ HUGE = 2**31 - 1
         (in_form("flat in base64", idx_flat_b64="x"), "idx_flat_b64", "not base64"),
         (in_form("ours", none_positions=...), "none_positions", "missing beside"),
         (in_form("ours", none_positions=[0]), "shape", "got 3 positions for 2 tokens"),
-        # Format of an earlier patch set: rows without a distribution are counted and filled.
+        # Format of an earlier plugin: rows without a distribution are counted and filled.
         (in_form("ours", none_positions=[1]), "shape", "got 3 positions for 2 tokens"),
         (in_form("ours", shape=[1, 3], none_positions=[2]), "none_positions", "expected positions below 2"),
         (in_form("ours", shape=[0, 3], none_positions=[1, 0]), "none_positions", "in ascending order"),

@@ -2,7 +2,7 @@
 
     python -m tests.matrix run [RELEASE ...]      run test files that failed or have no current result
     python -m tests.matrix pin [RELEASE ...]      pin the packages of each release again, with hashes
-    python -m tests.matrix seams [RELEASE ...]    check the patch set's seams in each release's source
+    python -m tests.matrix seams [RELEASE ...]    check the plugin's seams in each release's source
     python -m tests.matrix table                  print the table of docs/reference/releases.md
 
 Releases run one after the other. Each result is written to `releases/RELEASE.json`. A release with a result
@@ -35,7 +35,7 @@ from tests.matrix.results import Result
 from tests.matrix.seams import find_problems
 
 REASONS = {release: {str(what): why for what, why in one.refused.items()} for release, one in SERVED.items()}
-"""For each release, the features that the patch set refuses there, with the reason."""
+"""For each release, the features that the plugin refuses there, with the reason."""
 
 _VERSIONS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 

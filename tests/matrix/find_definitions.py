@@ -3,7 +3,7 @@
 It checks SGLang releases that are not installed, and finds the new place of a function that moved.
 
 The package griffe 2.4.1 cannot replace this module. In a test with SGLang 0.5.23, griffe loaded the package
-`sglang`, and found none of the names that the patch set uses. All these names are in the folder `sglang/srt`.
+`sglang`, and found none of the names that the plugin uses. All these names are in the folder `sglang/srt`.
 This folder has no `__init__.py`, so griffe does not treat the folder as a part of the package `sglang`.
 griffe can load `sglang/srt` as a package of its own. But this load took 30 s of CPU time, and griffe did not
 resolve SGLang's own imports from `sglang.srt`. This module finds the same names in 1.3 s.

@@ -4,8 +4,8 @@
      "suites": {path: {"code", "passed", "failures": [...], "skipped": {reason: count}}},
      "refused": [what, ...], "date", "commit"}
 
-`set` is "whole" or "short". `suites` has one entry per test file. `refused` names the features that the patch
-set refused on the release at the time of the run.
+`set` is "whole" or "short". `suites` has one entry per test file. `refused` names the features that the
+plugin refused on the release at the time of the run.
 """
 
 from __future__ import annotations

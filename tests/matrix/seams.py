@@ -28,7 +28,7 @@ _FEATURE_OF_METHOD = {"sampling": Feature.SAMPLER_SOURCE, "weight_version": Feat
 
 
 def find_problems(release: Release) -> list[str]:
-    """Return a sentence for each seam or import of the patch set that does not match the release's package.
+    """Return a sentence for each seam or import of the plugin that does not match the release's package.
 
     Raises:
         subprocess.CalledProcessError: The package could not be downloaded, or does not match its pinned hash.
@@ -53,7 +53,7 @@ def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam
     Of a missing function, the sentence also names up to three places that define another of its name.
     """
     if version not in RELEASES:
-        return [f"the patch set does not list SGLang {version}"]
+        return [f"the plugin does not list SGLang {version}"]
     found = []
     for seam in seams:
         if not seam.is_in(version) or not seam.target.startswith("sglang."):
@@ -69,7 +69,7 @@ def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam
 
 
 def module_imports() -> Iterator[str]:
-    """Yield the SGLang names that the patch set's modules import at the top level."""
+    """Yield the SGLang names that the plugin's modules import at the top level."""
     (folder,) = sglang_topp_patches.__path__
     for path in sorted(Path(folder).rglob("*.py")):
         yield from _imports(ast.parse(path.read_text()).body)

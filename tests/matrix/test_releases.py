@@ -1,4 +1,4 @@
-"""The patch set, the matrix, the lock files, and pyproject.toml list the same releases."""
+"""The plugin, the matrix, the lock files, and pyproject.toml list the same releases."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_the_documentation_shows_the_table_of_the_stored_results() -> None:
 
 
 def test_every_supported_release_but_the_newest_has_a_result() -> None:
-    """The run refused the same features as the patch set does now. `make test` covers the newest release."""
+    """The run refused the same features as the plugin does now. `make test` covers the newest release."""
     newest, *others = SERVED
     refused = {each.release: set(each.refused) for each in results.read() if each.release != newest}
     assert refused == {release: set(REASONS[release]) for release in others}

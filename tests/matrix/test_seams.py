@@ -59,7 +59,7 @@ def test_changed_moved_and_missing_seams_are_named(source: PackageSource) -> Non
         " sglang.srt.managers.schedule_batch.Req.reset_for_retract"
     )
     assert gone == "sglang.srt.plugins.no_such_function: sglang.srt.plugins has no no_such_function"
-    assert seams.find_seam_problems(source, "0.4.0") == ["the patch set does not list SGLang 0.4.0"]
+    assert seams.find_seam_problems(source, "0.4.0") == ["the plugin does not list SGLang 0.4.0"]
 
 
 def test_package_that_differs_from_its_pin_is_refused(

@@ -119,4 +119,4 @@ def test_an_environment_with_sglang_stays_as_it_was_and_serves_sets(wheel: Path,
     # SGLang loads the plugin itself, and `doctor` reports what it patched.
     env = {**os.environ, "SGLANG_PLATFORM": "sglang_topp_cpu"}
     report = run(executables / NAME, "doctor", env=env).stdout.splitlines()
-    assert report[-1] == "the patch set holds"
+    assert report[-1] == "the plugin holds"

@@ -42,7 +42,7 @@ def test_five_lines_are_enough_where_sets_are_served(monkeypatch: pytest.MonkeyP
     assert lines[0] == (
         f"SGLang {release}: {count} of the {count} functions that are hooked or called are as expected"
     )
-    assert lines[-1] == "the patch set holds"
+    assert lines[-1] == "the plugin holds"
     assert all(feature in "".join(lines) for feature in RELEASES[release].refused)
     assert any(line.startswith("note: requests at a temperature") for line in lines)
 
@@ -63,7 +63,7 @@ def test_what_is_changed_is_named(monkeypatch: pytest.MonkeyPatch, verbose: bool
     assert lines[0].startswith("SGLang 0.5.23: 0 of the 1 functions")
     assert lines[1:3] == ["  FAILS  sglang.changed", f"         {CHANGED.problem}"]
     assert "problem: sglang.changed: takes (self)" in lines
-    assert lines[-1] == "the patch set does NOT hold: requests are refused"
+    assert lines[-1] == "the plugin does NOT hold: requests are refused"
 
 
 @pytest.mark.filterwarnings("ignore")  # SGLang warns if it is imported without an accelerator

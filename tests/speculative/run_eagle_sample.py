@@ -1,4 +1,4 @@
-"""Run SGLang's `eagle_sample` on the CPU with the patch set's hooks, and then SGLang's log-prob function."""
+"""Run SGLang's `eagle_sample` on the CPU with the plugin's hooks, and then SGLang's log-prob function."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Verified:
         probs: what the kernel was told to draw from, float32 [B, D, V]. None if it was not called.
         nodes: each request's accepted nodes.
         logprobs: the log-probs that SGLang reports, float32 [B, A].
-        output: the patch set's output on the host; None if no request asks.
+        output: the plugin's output on the host; None if no request asks.
     """
 
     reqs: Sequence[Any]

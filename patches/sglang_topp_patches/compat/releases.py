@@ -54,7 +54,7 @@ class Release:
 
     Attributes:
         internals: the adapter to the release's internals.
-        refused: the features that the patch set refuses with this release, each with the reason.
+        refused: the features that the plugin refuses with this release, each with the reason.
     """
 
     internals: Internals
@@ -98,7 +98,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
         "0.5.17": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.16": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.15.post1": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1. The patch set also serves speculative decoding on
+        # Speculative decoding was tested on 0.5.15.post1. The plugin also serves speculative decoding on
         # 0.5.15, because the SGLang functions that the hooks wrap are the same in 0.5.15 and 0.5.15.post1.
         "0.5.15": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
         "0.5.14": Release(Sglang0514(), _BEFORE_0_5_19 | _UNTESTED),
@@ -135,5 +135,5 @@ def internals() -> Internals:
 
 
 def refused(feature: Feature) -> str:
-    """Return why the patch set refuses a feature on the installed SGLang, or "" for an allowed feature."""
+    """Return why the plugin refuses a feature on the installed SGLang, or "" for an allowed feature."""
     return installed()[1].refused.get(feature, "")

@@ -1,4 +1,4 @@
-"""Accept the patch set's request fields as keyword arguments of the offline engine, `sglang.Engine`.
+"""Accept the plugin's request fields as keyword arguments of the offline engine, `sglang.Engine`.
 
 The hooks on `Engine.generate` and `Engine.async_generate` put the keyword arguments into a context variable.
 The hook on `TokenizerManager.generate_request` copies these keyword arguments to the request object.
@@ -24,7 +24,7 @@ _keywords: ContextVar[dict[str, Any] | None] = ContextVar("sglang_topp_keywords"
 
 @around("sglang.srt.entrypoints.engine.Engine.generate")
 def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Accept the patch set's fields as keyword arguments."""
+    """Accept the plugin's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return original(self, *args, **kwargs)
 
@@ -33,14 +33,14 @@ def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 async def async_generate(
     original: Callable[..., Awaitable[Any]], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Accept the patch set's fields as keyword arguments."""
+    """Accept the plugin's fields as keyword arguments."""
     with _fields_taken_from(kwargs):
         return await original(self, *args, **kwargs)
 
 
 @before("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request")
 def set_fields(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy the patch set's fields to the request."""
+    """Copy the plugin's fields to the request."""
     fields = _keywords.get() or {}
     while fields:
         name, value = fields.popitem()

@@ -58,7 +58,7 @@ class _Collector:
             self.status = self.status or int(reason.get("status_code") or 0)
 
     def sglext(self) -> dict[str, Any]:
-        """Return the entry that the patch set adds to `sglext` in the answer.
+        """Return the entry that the plugin adds to `sglext` in the answer.
 
         Raises:
             RuntimeError: a choice of the answer has no candidate sets.

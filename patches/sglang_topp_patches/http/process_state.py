@@ -38,8 +38,8 @@ class HttpProcess:
         checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
         is_paused: returns whether generation is paused.
         is_guarded: whether `route_policy.Guard` runs before the routes of SGLang's HTTP server.
-        scheduler_states: the patch set's status in each scheduler, as of the last `GET /server_info`. A
-            scheduler without the patch set has None instead of a status.
+        scheduler_states: the plugin's status in each scheduler, as of the last `GET /server_info`. A
+            scheduler without the plugin has None instead of a status.
     """
 
     in_flight: InFlight

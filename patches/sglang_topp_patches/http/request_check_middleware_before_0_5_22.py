@@ -1,7 +1,7 @@
-"""Middleware that checks requests and reports the patch set's status, for SGLang before 0.5.22.
+"""Middleware that checks requests and reports the plugin's status, for SGLang before 0.5.22.
 
-The middleware checks each body for `/generate` that may contain a field of the patch set. If the body is
-invalid, the middleware answers with a 400 before a stream begins. The middleware also adds the patch set's
+The middleware checks each body for `/generate` that may contain a field of the plugin. If the body is
+invalid, the middleware answers with a 400 before a stream begins. The middleware also adds the plugin's
 status to `GET /server_info`.
 
 SGLang 0.5.22 and later need no middleware. They have a function that checks a body and a function that
@@ -39,7 +39,7 @@ class OlderReleaseMiddleware:
         self._app, self._process = app, process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection: report the patch set's status, refuse the request, or call the app."""
+        """Handle one ASGI connection: report the plugin's status, refuse the request, or call the app."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -81,7 +81,7 @@ def _manager() -> Any:
 
 
 def _names_our_fields(body: bytes) -> bool:
-    """Return whether a request body may contain a field of the patch set.
+    """Return whether a request body may contain a field of the plugin.
 
     Return True for any body with a Unicode escape, because the escape can hide a field's name. If this
     function returns False, the middleware passes the body on to SGLang without a check.

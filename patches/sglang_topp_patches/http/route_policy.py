@@ -60,7 +60,7 @@ SERVED: Mapping[str, tuple[str, ...]] = {
 }
 """The routes that return candidate sets.
 
-Each value lists the places in the body at which the route accepts the patch set's fields."""
+Each value lists the places in the body at which the route accepts the plugin's fields."""
 
 REFUSED = frozenset(
     {
@@ -297,9 +297,9 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def misplaced(body: Any) -> str | None:
-    """Return an error message if the current route ignores a field of the patch set in `body`, else None.
+    """Return an error message if the current route ignores a field of the plugin in `body`, else None.
 
-    `SERVED` lists the places in the body where each route accepts the patch set's fields. On SGLang's Vertex
+    `SERVED` lists the places in the body where each route accepts the plugin's fields. On SGLang's Vertex
     route, `body` is the request that the route builds from the HTTP body.
     """
     call = current_call.get()

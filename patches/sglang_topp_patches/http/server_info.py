@@ -1,4 +1,4 @@
-"""Report the patch set in `GET /server_info`: whether it is active, its problems, and its memory use."""
+"""Report the plugin in `GET /server_info`: whether it is active, its problems, and its memory use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_status(
     problems = [*process.problems()]
     for rank, state in enumerate(process.scheduler_states):
         if state is None:
-            problems.append(f"scheduler {rank} runs without the patch set")
+            problems.append(f"scheduler {rank} runs without the plugin")
         else:
             problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
     result[KEY] = {
@@ -60,7 +60,7 @@ def add_status(
         "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
         "staging": _staging(process.scheduler_states),
         "model": None if process.model is None else process.model.to_record(),
-        # Call `sanitizes_logits` only if the patch set is active, because an unsupported SGLang release may
+        # Call `sanitizes_logits` only if the plugin is active, because an unsupported SGLang release may
         # lack the setting that `sanitizes_logits` reads.
         "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
     }
@@ -76,7 +76,7 @@ def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int
 
 @after("sglang.srt.managers.scheduler.Scheduler.get_internal_state", always=True, state=SchedulerProcess)
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
-    """Add the patch set's status, under `sglang_topp`."""
+    """Add the plugin's status, under `sglang_topp`."""
     report = status().to_dict()
     problems = list(process.capabilities_of(self).problems)
     result.internal_state[KEY] = {

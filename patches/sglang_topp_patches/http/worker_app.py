@@ -1,4 +1,4 @@
-"""Provide SGLang's HTTP workers with an application in which the patch set is installed.
+"""Provide SGLang's HTTP workers with an application in which the plugin is installed.
 
 If `--tokenizer-worker-num` is above 1, SGLang spawns HTTP workers, which do not load plugins. Each worker
 imports the application that the environment variable `SGLANG_HTTP_SERVER_APP_PATH` names. In the process that

@@ -1,7 +1,7 @@
 """On SGLang before 0.5.19, copy a pass's candidate sets to the host, and add the sets to the requests.
 
 Since 0.5.19, SGLang itself copies auxiliary output (extra results of a forward pass) to the host and passes
-the copies to the patch set. On SGLang before 0.5.19, the hooks in this module copy the candidate sets and add
+the copies to the plugin. On SGLang before 0.5.19, the hooks in this module copy the candidate sets and add
 them to the requests, in two steps:
 
 1. Right before SGLang starts to copy its own results to the host, `copy_to_host` starts to copy the sets.

@@ -157,7 +157,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """Return 200 while the engine answers and its sglang-topp patch set is active."""
+        """Return 200 while the engine answers and its sglang-topp plugin is active."""
         status = engine.status
         if status.phase != "ready":
             raise ServerError(status.reason, status=503)
@@ -165,7 +165,7 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
 
     @app.get("/info")
     async def info() -> Info:
-        """Describe the engine, its patch set, and this sidecar's limits."""
+        """Describe the engine, its plugin, and this sidecar's limits."""
         status = engine.status
         return Info(
             version=app.version,

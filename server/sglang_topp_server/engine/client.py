@@ -183,7 +183,7 @@ class EngineClient:
                     del sample
         except SglangToppError as error:
             if isinstance(error, MissingCandidateSetsError):
-                # The engine may have restarted without the patch set since the last probe.
+                # The engine may have restarted without the plugin since the last probe.
                 self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
                 self._has_been_ready = False
             if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):

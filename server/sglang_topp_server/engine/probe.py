@@ -1,6 +1,6 @@
 """EngineProbe: find out whether the engine, or a gateway in front of several engines, is ready and patched.
 
-A probe requests `/server_info` from the engine. In the answer, the patch set reports its state. A gateway
+A probe requests `/server_info` from the engine. In the answer, the plugin reports its state. A gateway
 does not serve `/server_info`. A gateway forwards the older `/get_server_info` to one worker, and lists all
 workers at `/workers`. If `/server_info` answers 404, the probe therefore requests `/get_server_info`. If that
 route answers, the probe assumes a gateway, and also requests `/server_info` directly from each worker that
@@ -54,7 +54,7 @@ class EngineStatus:
         reason: a sentence that says why the engine is not `ready`; empty if it is ready.
         model_path, sglang_version: the values that the engine reported. A gateway reports the values of one
             of its workers.
-        patch: the patch set's report of its state; empty if the engine sent no report, or returned no
+        patch: the plugin's report of its state; empty if the engine sent no report, or returned no
             candidate set for the probe's test request.
         model: the sizes of the engine's model, such as its vocabulary size; None if the engine did not report
             the sizes. The sidecar checks requests against these sizes.
@@ -69,7 +69,7 @@ class EngineStatus:
 
     @property
     def is_patched(self) -> bool:
-        """Return whether the patch set is active, according to the engine's last report."""
+        """Return whether the plugin is active, according to the engine's last report."""
         return self.patch.get("active") is True
 
     @property
@@ -79,7 +79,7 @@ class EngineStatus:
 
     @property
     def problems(self) -> list[str]:
-        """Return the patch set's reasons for being inactive."""
+        """Return the plugin's reasons for being inactive."""
         problems = self.patch.get("problems")
         return [str(problem) for problem in problems] if isinstance(problems, list) else []
 
@@ -228,7 +228,7 @@ class EngineProbe:
             )
         except (WireError, BadRequestError) as error:
             reason = (
-                f"{self._base_url} says that the patch set is active, but it did not return one token with"
+                f"{self._base_url} says that the plugin is active, but it did not return one token with"
                 f" its candidate set. Does something between the sidecar and the engine drop fields that"
                 f" it does not know, as older gateways do? {error}"
             )
@@ -263,17 +263,17 @@ def _why_unpatched(status: EngineStatus, where: str) -> str:
     version = f"SGLang {status.sglang_version}" if status.sglang_version else "unknown SGLang version"
     if not status.patch:
         return (
-            f"{where} ({version}) runs without the sglang-topp patch set: its"
+            f"{where} ({version}) runs without the sglang-topp plugin: its"
             " /server_info does not mention it. Install sglang-topp in the engine's environment, leave it"
             " in SGLANG_PLUGINS if that is set, and see `sglang-topp doctor`"
         )
     if status.is_patched:
         return (
-            f"the patch set in {where} ({version}) does not report its model's sizes, which request checks"
+            f"the plugin in {where} ({version}) does not report its model's sizes, which request checks"
             " need; install the same sglang-topp there and here"
         )
     causes = "; ".join(status.problems) or "it gives no reason"
-    return f"the patch set is not active in {where} ({version}): {causes}"
+    return f"the plugin is not active in {where} ({version}): {causes}"
 
 
 def _text(value: Any) -> str | None:

@@ -40,9 +40,9 @@ _ENGINE_ENV_DEFAULTS = {
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
     """Return the command that starts SGLang.
 
-    The command needs no option for the patch set. The patch set is an installed plugin of SGLang, and SGLang
-    loads installed plugins automatically. The command also needs no option for the engine's API key. It runs
-    SGLang through the module `sglang_with_env_key`, which reads the key from the environment.
+    The command needs no option for the plugin, because SGLang loads installed plugins automatically. Nor does
+    it need one for the engine's API key: it runs SGLang through the module `sglang_with_env_key`, which reads
+    the key from the environment.
 
     Args:
         model_path: a path or model name that SGLang accepts.

@@ -1,4 +1,4 @@
-"""Pydantic models of the answer to `GET /info`: engine, patch set, and limits."""
+"""Pydantic models of the answer to `GET /info`: engine, plugin, and limits."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class EngineInfo(BaseModel):
 
 
 class PatchInfo(BaseModel):
-    """The state of the engine's patch set. The sidecar copies `version` and `seams` from the engine's report.
+    """The state of the engine's plugin. The sidecar copies `version` and `seams` from the engine's report.
 
-    The keys of `seams` are the names of the SGLang functions and classes that the patch set depends on. Each
-    value is `"holds"` if the function or class is as the patch set expects, and otherwise describes the
+    The keys of `seams` are the names of the SGLang functions and classes that the plugin depends on. Each
+    value is `"holds"` if the function or class is as the plugin expects, and otherwise describes the
     problem.
     """
 

@@ -48,7 +48,7 @@ def test_other_samplers_get_no_sets_and_verl_log_probs(server: Any, run: Run) ->
 
 
 def test_an_answer_without_sets_is_an_error(server: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from an SGLang whose process has not loaded the patch set."""
+    """As from an SGLang whose process has not loaded the plugin."""
     original = server.tokenizer_manager.generate_request
 
     async def unpatched(*args: Any) -> AsyncIterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""SGLang before 0.5.22: a 400 before a stream begins, and the patch set's status."""
+"""SGLang before 0.5.22: a 400 before a stream begins, and the plugin's status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_topp_patches.http.request_check_middleware_before_0_5_22 import Olde
 from sglang_topp_patches.set_buffer import KEY
 from tests.patches.make_http_process import http_process
 
-# The body names a field of ours without requesting sets, because the patch set does not hold in this process.
+# The body names a field of ours without requesting sets, because the plugin does not hold in this process.
 NAMED = {"text": "x", "top_logprobs_p": 0}
 
 

@@ -113,7 +113,7 @@ def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: PassSets, num_
     arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, None)
     assert same(arrived, sets)
     assert not same(arrived, PassSets(sets.parts[:1]))
-    # The next stage receives the same data as without the patch set.
+    # The next stage receives the same data as without the plugin.
     assert list(tensors) == ["next_token_ids"]
 
 

@@ -243,7 +243,7 @@ def test_doctor_finds_a_server_that_is_not_patched(engine, capsys, patch):
     engine.patch = patch
     assert main.main(["doctor", "--url", engine.url]) == 1
     *problems, last = capsys.readouterr().out.splitlines()[2:]
-    assert last == "the patch set is NOT active: requests are refused"
+    assert last == "the plugin is NOT active: requests are refused"
     assert problems == (["problem: Sampler.forward is gone"] if patch else [])
 
 

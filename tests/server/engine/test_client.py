@@ -110,9 +110,9 @@ def test_the_client_raises_the_named_error_through_the_sidecar(sidecar, fault, k
 @pytest.mark.parametrize(
     ("patch", "words"),
     [
-        (None, "runs without the sglang-topp patch set"),
-        ({}, "runs without the sglang-topp patch set"),
-        ("yes", "runs without the sglang-topp patch set"),
+        (None, "runs without the sglang-topp plugin"),
+        ({}, "runs without the sglang-topp plugin"),
+        ("yes", "runs without the sglang-topp plugin"),
         ({"active": False, "problems": ["Sampler.forward is gone"]}, "Sampler.forward is gone"),
         ({"active": "true", "seams": 3, "version": [1]}, "not active"),
         ({"active": True, "version": "0.1.0"}, "does not report its model's sizes"),

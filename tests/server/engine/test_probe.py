@@ -93,7 +93,7 @@ def test_a_worker_that_is_not_patched_is_named(gateway, workers, start, eventual
     workers[at].patch = None
     sidecar = start(gateway.url, wait=False)
 
-    eventually(lambda: "runs without the sglang-topp patch set" in reason(sidecar))
+    eventually(lambda: "runs without the sglang-topp plugin" in reason(sidecar))
     assert (workers[at].url in reason(sidecar)) == is_listed
     assert f"behind the gateway at {gateway.url}" in reason(sidecar)
     answer = sidecar.rollouts("a")

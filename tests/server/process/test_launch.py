@@ -149,7 +149,7 @@ def test_the_engine_is_not_patched(serve):
     running = serve("--fake-unpatched")
 
     assert running.end() == 1
-    assert "runs without the sglang-topp patch set" in running.errors()
+    assert "runs without the sglang-topp plugin" in running.errors()
     assert not any(map(alive, running.pids()))
     assert running.process.stdout.read() == ""
 

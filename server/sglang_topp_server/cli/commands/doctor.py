@@ -71,7 +71,7 @@ def _check_server(url: str) -> int:
         for problem in patch.get("problems") or ():
             print(f"problem: {problem}")
         if not patch.get("active"):
-            print("the patch set is NOT active: requests are refused")
+            print("the plugin is NOT active: requests are refused")
             return FAILED
         client.check_servers()
     print(f"sglang-topp {patch.get('version')} is active, and no field is lost on the way")

@@ -72,12 +72,12 @@ def _run(args: argparse.Namespace) -> int:
     allowed = os.environ.get("SGLANG_PLUGINS")
     if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return fail(
-            f"SGLANG_PLUGINS is {allowed!r}, which excludes the patch set; add {_PLUGIN} or unset it", USAGE
+            f"SGLANG_PLUGINS is {allowed!r}, which excludes the plugin; add {_PLUGIN} or unset it", USAGE
         )
     platform = os.environ.get("SGLANG_PLATFORM")
     if platform and platform != _CPU_PLATFORM:
         return fail(
-            f"SGLANG_PLATFORM is {platform!r}, with which SGLang does not load the patch set; unset it, and"
+            f"SGLANG_PLATFORM is {platform!r}, with which SGLang does not load the plugin; unset it, and"
             " SGLang uses the other installed platform",
             USAGE,
         )

@@ -27,7 +27,7 @@ from sglang_topp.formats import encode_top_p
 
 NUM_TOKENS = 3
 SET_SIZE = 4
-# The patch set's error for a prompt whose sets would come from two weight versions.
+# The plugin's error for a prompt whose sets would come from two weight versions.
 PUSHED = {
     "type": "abort",
     "message": "weights were pushed while the prompt was scored; send the request again",
