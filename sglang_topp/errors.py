@@ -11,7 +11,7 @@ The class tree, with a second base class in parentheses::
     ├── PatchError                             the plugin does not fit the engine's SGLang
     └── RequestError                           a request to a server failed
         ├── TransportError                     no complete answer: refused, reset, or cut off
-        │   └── RequestTimeoutError            the caller's own time limit expired
+        │   └── RequestTimeoutError (TimeoutError)  the caller's own time limit expired
         ├── WeightPushError                    engines may have different weights; `.weight_versions`
         └── ResponseError                      the server answered with an error; `.status`, `.body`
             ├── BadRequestError                4xx except 401, 403, and 429: do not retry
@@ -115,7 +115,7 @@ class TransportError(RequestError):
     """No complete answer arrived: the connection was refused, reset, or cut off."""
 
 
-class RequestTimeoutError(TransportError):
+class RequestTimeoutError(TransportError, TimeoutError):
     """The caller's time limit expired before the answer was complete."""
 
 

@@ -52,6 +52,11 @@ MADE = [
 ]
 
 
+def test_a_time_limit_is_a_timeout_error():
+    with pytest.raises(TimeoutError, match="5 s"):
+        raise errors.RequestTimeoutError("5 s passed")
+
+
 def test_the_tree_is_the_documented_one():
     drawn: dict[str, str] = {}
     ancestors: list[tuple[int, str]] = []
