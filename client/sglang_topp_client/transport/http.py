@@ -280,6 +280,8 @@ class HttpClient:
                         if not 200 <= response.status < 300:
                             raise await _response_error(response)
                         return await framing.whole(_body_of(response), self._max_message_bytes)
+        except SglangToppError:  # a server's 504 is a TimeoutError too
+            raise
         except TimeoutError:
             raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
 
@@ -468,6 +470,8 @@ def _transport_errors(url: str) -> Generator[None, None, None]:
     """A context manager that converts exceptions of aiohttp and the OS to TransportError."""
     try:
         yield
+    except SglangToppError:  # a server's 504 is a TimeoutError too
+        raise
     except TimeoutError as error:
         raise TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
