@@ -11,9 +11,9 @@ log-probs from lower log-probs. The last kernel writes out the tokens of the nuc
 A block's maximum says nothing about its other tokens. In a real vocabulary, digits and punctuation marks are
 neighbors, so a block often holds several likely tokens, and the maxima alone may not reach `p`. Before the
 second kernel selects more than 64 blocks, it therefore adds up, in the 64 blocks with the highest maxima (in
-fewer, if maxima are equal), the probabilities of all tokens above the other blocks' maxima. If they reach
-`p`, these blocks contain the nucleus. Otherwise, as if all tokens of a row are about equally likely, the
-extraction takes longer.
+fewer, if maxima are equal), the probabilities of all tokens above the other blocks' maxima. If the sum
+reaches `p`, these blocks contain the nucleus. If it does not, for example because all tokens are about
+equally likely, the kernel keeps all the blocks that it selected, and the extraction takes longer.
 
 The search for the cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
 log-prob has a lower sort key (`top_p_torch.sort_key_descending`). The search starts with an interval of sort
@@ -291,8 +291,7 @@ def _search(
 ):
     """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
 
-    Also return a key that is not above the keys of the least likely values of the nucleus, and the number of
-    values with keys below it. Without those, the total probability is below `limit`.
+    Also return `low`, which is explained below, and the number of values with keys below `low`.
 
     The values are a row's block maxima, or the log-probs of the row's active blocks. A value of non-zero
     probability is in the nucleus if the total probability of all higher values is below `limit`. If IS_COUNT,

@@ -231,9 +231,11 @@ class SampleEndpoint(Response):
     @asynccontextmanager
     async def _own_time_limit(self, request: SampleBody) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(request.timeout_s):
+            async with asyncio.timeout(request.timeout_s) as limit:
                 yield
         except TimeoutError:
+            if not limit.expired():  # an error of the engine's, not this limit
+                raise
             raise RequestTimeoutError(
                 f"timeout_s: {request.timeout_s} s passed before every {self._spec.result_noun} finished"
             ) from None

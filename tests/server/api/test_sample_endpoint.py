@@ -171,6 +171,13 @@ def test_too_many_samples_are_413(engine, start):
 # -- timeouts --------------------------------------------------------------------------------------
 
 
+def test_a_time_limit_of_the_engine_is_reported_in_its_words(sidecar, stream):
+    answer = sidecar.rollouts("a", fault="late", timeout_s=60, stream=stream)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["type"] == "RequestTimeoutError"
+    assert "the engine's own words: too late" in answer.json()["error"]["message"]
+
+
 def test_a_request_that_takes_longer_than_it_may_is_aborted(sidecar, engine, stream, eventually):
     answer = sidecar.rollouts("a", fault="hang", timeout_s=0.5, stream=stream)
 

@@ -117,6 +117,9 @@ class FakeEngine:
             return await _answer(send, 400, {"error": {"message": message, "code": 400}})
         if fault == "fail":
             return await _answer(send, 500, {"error": {"message": "the engine's own words: CUDA error"}})
+        if fault == "late":
+            error = {"type": "RequestTimeoutError", "message": "the engine's own words: too late"}
+            return await _answer(send, 504, {"error": error})
         if fault == "full":
             return await _answer(send, 429, {"error": {"message": "the queue is full"}}, {"retry-after": "7"})
         await send({"type": "http.response.start", "status": 200, "headers": []})
