@@ -18,7 +18,7 @@ from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
 from sglang_topp_client.protocols.sglang_generate import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
 
 HUGE = 10**400

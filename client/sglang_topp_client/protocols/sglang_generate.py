@@ -49,8 +49,8 @@ from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
     parse_token_logprobs,
     read_weight_version,
 )
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.resume import empty_rollout
+from sglang_topp_client.requests import SampleRequest, check_source
+from sglang_topp_client.resume import empty_rollout
 from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.types.weight_spans import spans_from_json
 

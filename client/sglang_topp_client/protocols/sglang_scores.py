@@ -24,8 +24,7 @@ from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
     parse_token_logprobs,
     read_weight_version,
 )
-from sglang_topp_client.requests.plan_generate import check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests import ScoreRequest, check_source
 from sglang_topp_client.types.rollout import DISTRIBUTION
 from sglang_topp_client.types.score import Score
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_topp.errors import WireError
 from sglang_topp_client.codecs.json_fields import parse_token_ids, read_field
-from sglang_topp_client.requests.prompts import Messages
+from sglang_topp_client.requests import Messages
 
 __all__ = ["PATH", "body", "prompt_ids"]
 

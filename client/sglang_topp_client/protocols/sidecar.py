@@ -37,8 +37,7 @@ from sglang_topp_client.codecs.answer_consistency import check_kept_mass
 from sglang_topp_client.codecs.binary_frame import is_frame
 from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.types.rollout import ABORT, SAMPLER, Rollout
 from sglang_topp_client.types.score import Score
 

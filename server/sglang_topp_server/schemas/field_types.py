@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 from pydantic import Field, StrictBool, StrictStr, WithJsonSchema
 
 from sglang_topp_client.argument_checks import MAX_REQUEST_ID
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
 from sglang_topp_client.types.rollout import DISTRIBUTION, SAMPLER
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Fields that may hold millions of ids have the type `Any`, so that Pydantic does not check each element.
-# `sglang_topp_client.requests.prompts` checks the elements, and names the invalid prompt in its error.
+# `sglang_topp_client.requests` checks the elements, and names the invalid prompt in its error.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXTS_OR_IDS = [
     {"type": "string"},

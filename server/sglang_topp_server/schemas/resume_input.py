@@ -9,7 +9,7 @@ from typing import Any
 from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
 from sglang_topp.errors import InvalidInputError, WireError, describe
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
 from sglang_topp_client.types.rollout import Rollout
 
 __all__ = ["read_resumed_tokens", "read_rollouts"]

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from sglang_topp.errors import BadRequestError, InvalidInputError, describe
 from sglang_topp_client.argument_checks import check_request_id
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.resume import mark_interruptible, plan_resume
+from sglang_topp_client.requests import SampleRequest, plan
+from sglang_topp_client.resume import mark_interruptible, plan_resume
 from sglang_topp_client.types.rollout import Rollout
 from sglang_topp_server.schemas.body_parsing import num_prompts, read_body
 from sglang_topp_server.schemas.field_types import (

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client.argument_checks import check_request_id
-from sglang_topp_client.requests.plan_score import ScoreRequest, plan_scores
+from sglang_topp_client.requests import ScoreRequest, plan_scores
 from sglang_topp_server.schemas.body_parsing import num_prompts, read_body
 from sglang_topp_server.schemas.field_types import RequestId, Sequences, Start, Stream, Threshold, TimeoutS
 from sglang_topp_server.settings import Limits
