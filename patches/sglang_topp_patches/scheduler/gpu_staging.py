@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp_patches.memory.budget import budget
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
