@@ -253,7 +253,7 @@ class AsyncRolloutClient:
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
                 grammars, and custom parameters are also refused, because an interruption would change their
-                effect (`sglang_topp.engine_contract.resumable_sampling_params`).
+                effect (`sglang_topp.engine_contract`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, ServerError: an HTTP call and all of its retries failed. If the client tried

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import (
     AbortedError,
     BadRequestError,

@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
 from sglang_topp_client.codecs import rollout_binary, score_codecs

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import (
+from sglang_topp.engine_contract import (
     GRAMMARS,
     Model,
     check_sampling_params,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import InvalidInputError, WireError, describe
 from sglang_topp_client.codecs.rollout_json import rollout_from_json
 from sglang_topp_client.requests.plan_generate import SampleRequest

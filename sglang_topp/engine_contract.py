@@ -1,13 +1,30 @@
-"""Refuse requests that would crash or block SGLang.
+"""What sidecar, client, and plugin must know of SGLang: the requests that end it, and those it can resume.
 
 SGLang 0.5.23 accepts some values that crash its scheduler, such as an id beyond the vocabulary, or a logit
 bias that makes probabilities NaN. A scheduler crash ends the service for every caller. Other values block
-SGLang. For example, all other requests wait while SGLang tokenizes a long text, or searches an answer for a
-slow stop regex. SGLang refuses some values by itself. This module checks such a value only if SGLang would
-answer with status 500 and give no reason.
+SGLang: all other requests wait while SGLang tokenizes a long text, or searches an answer for a slow stop
+regex. `check_token_ids`, `check_sampling_params`, `overlong_text`, and `overlong_param` find these values. If
+SGLang refuses a value by itself, they check it only if SGLang would answer with status 500 and give no
+reason. The sidecar checks every request, and the plugin the requests for candidate sets.
 
-The sidecar checks every request with this module. The plugin checks only the requests that ask for
-candidate sets. The sidecar may run where SGLang is not installed, so this module does not import SGLang.
+After each token, SGLang runs `re.search` for each stop regex over the end of the answer, in the scheduler,
+while all other requests wait. Python's `re` backtracks: the search time of `(.*)*x` is exponential in the
+answer's length. A stop regex must therefore follow four rules:
+
+1. Every quantifier has an upper bound: `?`, `{n}`, or `{m,n}`. The quantifiers `*`, `+`, and `{m,}` are
+   refused.
+2. A quantifier may repeat only a character, a character class, or an escape. A quantifier may make a group
+   optional, `(...)?`, but must not repeat the group.
+3. The regex has no backreferences, and no verbose syntax (`(?x)`).
+4. After each token, the searches for all stop regexes of a request take at most `MAX_STEPS` steps in total.
+
+A request that resumes an interrupted answer sends the answer's tokens at the end of its prompt. Most sampling
+parameters have the same effect there, but penalties and grammars do not: SGLang updates their state with each
+token that it generates, and does not rebuild it from the prompt. Every field of SGLang's `SamplingParams` is
+in `RESUMABLE_PARAMS`, `NON_RESUMABLE_PARAMS`, or `INTERNAL_PARAMS`; a test compares them with the installed
+SGLang release.
+
+The sidecar may run where SGLang is not installed, so this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -16,14 +33,28 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from sglang_topp.engine_contract.stop_regex_cost import MAX_STEPS, search_steps
 from sglang_topp.errors import InvalidInputError, describe
 
-__all__ = ["GRAMMARS", "Model", "check_sampling_params", "check_token_ids", "overlong_param", "overlong_text"]
+__all__ = [
+    "GRAMMARS",
+    "INTERNAL_PARAMS",
+    "MAX_STEPS",
+    "NON_RESUMABLE_PARAMS",
+    "RESUMABLE_PARAMS",
+    "RESUMED",
+    "Model",
+    "check_sampling_params",
+    "check_token_ids",
+    "find_resume_problem",
+    "overlong_param",
+    "overlong_text",
+    "search_steps",
+]
 
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -273,3 +304,170 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+MAX_STEPS = 2e7
+"""The maximum total of `search_steps` for all stop regexes of a request.
+
+After each token, SGLang searches for all stop regexes of the request. On 4,000 random patterns within this
+limit, Python's `re` took at most 11 ns per step, which is 0.2 s for `MAX_STEPS` steps.
+"""
+
+_TOKEN = re.compile(
+    r"""
+      (?P<nothing> \(\?\#[^)]*\) | \(\?[a-zA-Z]+\) )  # a comment, or flags
+    | (?P<backreference> \\[1-9] | \(\?P= )
+    | (?P<open> \( (?: \? (?: [a-zA-Z-]*: | <?[=!] | > | P<\w+> | \(\w+\) ) )? )
+    | (?P<close> \) )
+    | (?P<bar> \| )
+    | (?P<repeat> (?: [*+?] | \{(?!\}) (?P<low>\d*) (?P<comma>,?) (?P<high>\d*) \} ) [?+]? )
+    | \[\^?\]? (?: \\. | [^\\\]] )* \]  # a class
+    | \\. | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+@lru_cache(maxsize=256)  # the requests of a batch often share one stop regex
+def search_steps(pattern: str, num_chars: int) -> float:
+    """Return an upper bound on the steps of one `re.search` for `pattern`.
+
+    A step is one try to match one element of a regex, such as a character or a group, at one position in the
+    text. A character with a quantifier `{m,n}` can match in n - m + 1 ways, and a group with k alternatives
+    in k ways. From one start position, the search can therefore reach an element several times, at most the
+    product of the ways of all earlier elements. Each time, the element takes one step, or up to n steps with
+    a quantifier `{m,n}`. The bound also counts combinations of matches that cannot occur together, so some
+    harmless regexes are refused. It is infinity if the pattern breaks one of rules 1 to 3 in the module's
+    docstring.
+
+    Args:
+        pattern: a regular expression in the syntax of Python's `re`.
+        num_chars: the length of the longest text to search.
+
+    Raises:
+        re.error: the pattern is not valid.
+    """
+    try:
+        is_verbose = re.compile(pattern).flags & re.VERBOSE or re.search(r"\(\?\w*x", pattern)
+    except (RecursionError, OverflowError):
+        return math.inf
+    if is_verbose:
+        return math.inf
+    # `ways` counts the ways to match the pattern up to `token`, from one start position. `steps` counts the
+    # steps that the regex engine needs to try all these ways.
+    ways, steps = 1.0, 1.0
+    alternatives, after_group = [1], False
+    for token in _TOKEN.finditer(pattern):
+        low, high = 1.0, 1.0
+        if token["nothing"]:
+            continue
+        if token["backreference"]:
+            return math.inf
+        if token["open"]:
+            alternatives.append(1)
+        elif token["bar"]:
+            alternatives[-1] += 1
+        elif token["close"]:
+            ways *= alternatives.pop()
+        elif token["repeat"]:
+            low, high = _counts(token)
+            if high == math.inf or (high > 1 and after_group):
+                return math.inf
+            low, high = min(low, num_chars), min(high, num_chars)
+        steps += ways * max(1, high)
+        ways *= high - low + 1
+        after_group = bool(token["close"])
+    return (num_chars + 1) * (steps + ways * alternatives[0])
+
+
+def _counts(repeat: re.Match[str]) -> tuple[float, float]:
+    """Return the smallest and the largest number of repetitions that a quantifier allows."""
+    if repeat["low"] is None:
+        return 0, 1 if repeat["repeat"][0] == "?" else math.inf
+    low = int(repeat["low"] or 0)
+    if not repeat["comma"]:
+        return low, low
+    return low, int(repeat["high"]) if repeat["high"] else math.inf
+
+
+RESUMED = "resumed_tokens"
+"""The request field that says how many tokens at the end of the prompt belong to the earlier answer."""
+
+RESUMABLE_PARAMS = frozenset(
+    {
+        # Parameters that change each position's distribution. Their effect does not depend on which request
+        # generated the tokens before the position.
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        # The sampler's random noise depends on the seed and on the token's position. Positions are counted
+        # from the prompt's first token.
+        "sampling_seed",
+        # Parameters that control where an answer ends. The plugin makes SGLang search for stop strings and
+        # patterns also in the tokens that earlier requests generated.
+        "stop",
+        "stop_token_ids",
+        "stop_regex",
+        "ignore_eos",
+        # The client reduces `max_new_tokens` and `min_new_tokens` by the number of tokens that earlier
+        # requests generated.
+        "max_new_tokens",
+        "min_new_tokens",
+        # Parameters that control how SGLang writes and sends an answer.
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "no_stop_trim",
+        "stream_interval",
+        # The client resumes each of the n samples in a separate request.
+        "n",
+    }
+)
+"""The fields of `SamplingParams` that work in a resuming request."""
+
+_PENALTY = "it counts the tokens of an answer, and would count only from the resumed token on"
+_GRAMMAR = "its grammar would begin again at the cut"
+
+NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
+    "frequency_penalty": (0, _PENALTY),
+    "presence_penalty": (0, _PENALTY),
+    "repetition_penalty": (1, _PENALTY),
+    **dict.fromkeys(GRAMMARS, (None, _GRAMMAR)),
+    "custom_params": (None, "their reader may follow the answer from its first token"),
+    "watermark": (None, "it follows the answer from its first token"),
+    "beam_width": (1, "a beam's other branches are gone at the cut"),
+}
+"""The fields of `SamplingParams` whose state would be lost if another request continues the answer.
+
+Each parameter's name maps to the value that has no effect, and to the reason why other values are refused.
+"""
+
+INTERNAL_PARAMS = frozenset(
+    {
+        "stop_strs",
+        "stop_regex_strs",
+        "stop_str_max_len",
+        "stop_regex_max_len",
+        "is_normalized",
+        "ebnf_full_assistant",
+    }
+)
+"""The fields of `SamplingParams` that SGLang itself sets. Callers do not pass these fields."""
+
+
+def find_resume_problem(params: Mapping[str, Any]) -> str | None:
+    """Return why these sampling parameters prevent an exact resume, or None if an exact resume is possible.
+
+    The message begins with the name of the parameter that prevents an exact resume.
+    """
+    for name, value in params.items():
+        if name in RESUMABLE_PARAMS:
+            continue
+        if name not in NON_RESUMABLE_PARAMS:
+            return f"{name}: it is not known to be exact where an answer is resumed"
+        harmless, why = NON_RESUMABLE_PARAMS[name]
+        is_empty = value is None or (isinstance(value, str | dict) and not value)
+        if not is_empty and value != harmless:
+            return f"{name}: got {describe(value)}, which cannot be exact where an answer is resumed: {why}"
+    return None
