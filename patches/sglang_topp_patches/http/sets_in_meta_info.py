@@ -35,7 +35,7 @@ from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
 from sglang_topp_patches.http_exception import CallEndedError
-from sglang_topp_patches.memory.budget import LIST_FORM_COST
+from sglang_topp_patches.memory import LIST_FORM_COST
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_request
 from sglang_topp_patches.set_buffer import KEY, SETS, Positions, Problem
 

@@ -1,5 +1,6 @@
-"""Limit the number of candidates, per sample and for all requests that a process has in flight.
+"""Limit the memory that candidate sets take in SGLang's processes, and return freed memory to the OS.
 
+The number of candidates is limited, per sample and for all requests that a process has in flight.
 With `top_logprobs_p` = 1, a candidate set is the whole vocabulary, about a megabyte per token. Sets are never
 truncated. Instead, there are two limits, and an error names the one that was exceeded:
 
@@ -18,8 +19,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
+from sglang_topp_patches.hooks import after
 
 __all__ = [
     "LIST_FORM_COST",
@@ -30,6 +34,7 @@ __all__ = [
     "busy_refusal",
     "per_sample_refusal",
     "prompt_refusal",
+    "trim_detokenizer",
 ]
 
 LIST_FORM_COST = 16
@@ -175,3 +180,16 @@ def _memory_bytes() -> int:
         except (OSError, ValueError):  # the cgroup file does not exist, or contains "max"
             continue
     return physical
+
+
+_trimmer = HeapTrimmer()
+
+
+@after("sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out", since="0.5.22")
+def trim_detokenizer(result: Any, self: Any, recv_obj: Any) -> None:
+    """Return memory to the OS after a message with large candidate sets, in the detokenizer process.
+
+    SGLang's field `customized_info` holds the candidate sets.
+    """
+    if len(getattr(recv_obj.customized_info, "data", b"")) >= LARGE_BYTES:
+        _trimmer.trim_soon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.memory import Budget
 
 PER_SAMPLE, IN_FLIGHT = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE", "SGLANG_TOPP_MAX_CANDIDATES_IN_FLIGHT"
 
