@@ -24,11 +24,10 @@ from sglang_topp_client.requests.plan_generate import (
 from sglang_topp_client.requests.plan_score import Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, mark_interruptible, plan_resume
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import OnTimeout, RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 

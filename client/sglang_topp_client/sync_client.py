@@ -18,9 +18,8 @@ from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions,
 from sglang_topp_client.requests.plan_generate import SamplingParams
 from sglang_topp_client.requests.plan_score import Sequences
 from sglang_topp_client.requests.prompts import Prompts
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.transport.loop_thread import LoopThread
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 
 __all__ = ["RolloutClient"]

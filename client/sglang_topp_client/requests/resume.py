@@ -28,7 +28,7 @@ from sglang_topp_client.requests.plan_generate import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.types.rollout import ABORT, Rollout
+from sglang_topp_client.rollout import ABORT, Rollout
 
 __all__ = [
     "OnAbort",

@@ -26,8 +26,7 @@ from sglang_topp_client.transport.http import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits import MemoryShare, num_bytes_of
-from sglang_topp_server.schemas.field_types import SampleBody
-from sglang_topp_server.schemas.rollouts import RolloutsBody
+from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 

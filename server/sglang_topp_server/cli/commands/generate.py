@@ -127,7 +127,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 def _record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout's JSON record: arrays become lists instead of base64, and -inf becomes null."""
-    from sglang_topp_client.codecs.rollout_json import rollout_to_json
+    from sglang_topp_client.wire.records import rollout_to_json
 
     candidates = None
     if rollout.candidates is not None:

@@ -1,4 +1,4 @@
-"""Read and check individual fields of a JSON object: counts, text, token ids, and float32 arrays.
+"""Read and check the fields of a JSON object, and check candidate sets against tokens and log-probs.
 
 For a missing field or a wrong value, every function raises a WireError that names the field.
 """
@@ -13,13 +13,16 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from sglang_topp.errors import WireError, describe
-from sglang_topp.formats.field_parsing import FLOAT32
+from sglang_topp import CandidateSets
+from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
+from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
 from sglang_topp_client.argument_checks import is_text
 
 __all__ = [
     "check_ids",
+    "check_kept_mass",
     "check_seconds",
+    "check_sets",
     "parse_token_ids",
     "read_count",
     "read_field",
@@ -107,3 +110,60 @@ def check_seconds(field: str, value: float) -> float:
     if not 0 <= value <= _MAX_SECONDS:
         raise WireError(field, f"got {describe(value)}, expected seconds")
     return float(value)
+
+
+def check_sets(
+    candidates: CandidateSets,
+    output_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    *,
+    field: str,
+    may_be_extended: bool = False,
+) -> None:
+    """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
+
+    The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
+    compares the log-probs for equality. The check therefore also rejects sets of another position or request,
+    and log-probs that were computed at another temperature.
+
+    Args:
+        candidates: the candidate sets of T positions.
+        output_ids: int32 [T].
+        logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
+        field: the name of the sets in error messages.
+        may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
+            sets, and the log-prob 0.
+    """
+    if len(candidates) != len(output_ids):
+        raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
+    if len(wrong := np.flatnonzero(candidates.sampled_ids != output_ids)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got sampled token {candidates.sampled_ids[t]} at position {t}, expected {output_ids[t]}",
+        )
+    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
+        raise MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
+    if not candidates.has_logprobs:
+        raise WireError(field, "got sets without log-probs")
+    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got log-prob {candidates.sampled_logprobs[t]} of the sampled token at position {t}, expected"
+            f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
+        )
+
+
+def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
+    """Raise WireError if a set's total probability is too low or too high for the threshold `p`.
+
+    `CandidateSets.check_kept_mass` defines the limits.
+
+    Args:
+        candidates: the candidate sets of T positions.
+        p: the requested threshold, in (0, 1].
+        field: the name of the sets in error messages.
+    """
+    with renaming_errors({"logprobs": field}):
+        candidates.check_kept_mass(p)

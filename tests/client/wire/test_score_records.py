@@ -8,9 +8,9 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import SglangToppError, WireError
-from sglang_topp_client.codecs.binary_frame import encode_frame
-from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
-from sglang_topp_client.codecs.score_codecs import (
+from sglang_topp_client.wire.frame import encode_frame
+from sglang_topp_client.wire.records import (
+    rollout_to_bytes,
     score_from_bytes,
     score_from_json,
     score_to_bytes,

@@ -9,10 +9,14 @@ import pybase64
 import pytest
 
 from sglang_topp import CandidateSets, errors, formats
-from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
-from sglang_topp_client.codecs.error_json import error_from_json, error_to_json
-from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.error_json import error_from_json, error_to_json
+from sglang_topp_client.wire.field_checks import check_kept_mass, check_sets
+from sglang_topp_client.wire.records import (
+    rollout_from_bytes,
+    rollout_from_json,
+    rollout_to_bytes,
+    rollout_to_json,
+)
 
 
 @pytest.fixture

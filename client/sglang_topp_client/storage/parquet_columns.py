@@ -21,15 +21,22 @@ One row of the table is one rollout. T is the number of the rollout's output tok
     routing_key                     string
     appended_spans                  list<struct<start: int32, end: int32>>
 
-Most columns hold the attribute of the same name in `sglang_topp_client.types.rollout.Rollout`. The columns
+Most columns hold the attribute of the same name in `sglang_topp_client.rollout.Rollout`. The columns
 `candidate_...` hold the attribute `candidates`. The sampled ids can differ from `output_ids`, because an
 empty set may have the sampled id `NO_TOKEN`. The column `weight_versions` holds the attribute `weight_spans`.
+
+A trainer adds the columns below. Each is optional, and may be null in any row::
+
+    trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
+    trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
+    reward                          double
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -39,10 +46,20 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.argument_checks import is_text, whole_number
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.weight_spans import WeightSpans, spans_to_json
+from sglang_topp_client.rollout import Rollout, WeightSpans, spans_to_json
 
-__all__ = ["check_rollout", "num_bytes_of", "pyarrow", "read_columns", "schema", "to_batch", "to_rollouts"]
+__all__ = [
+    "TrainerScores",
+    "check_rollout",
+    "num_bytes_of",
+    "pyarrow",
+    "read_columns",
+    "schema",
+    "to_batch",
+    "to_rollouts",
+    "trainer_fields",
+    "trainer_scores",
+]
 
 _MAX_ENTRIES = (1 << 31) - 1
 _INT64_MAX = (1 << 63) - 1
@@ -433,3 +450,41 @@ def _params_from_json(text: str | None) -> dict[str, Any] | None:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not is_text(value):
         raise InvalidInputError(f"{name}: got {describe(value)}, expected text")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerScores:
+    """The log-probs and the reward that a trainer computed for one rollout of T output tokens.
+
+    Attributes:
+        logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.
+        masked_logprobs: float32 [T], the trainer's log-prob of each token over its candidate set; or None.
+        reward: the reward that the trainer gave to the rollout; or None.
+    """
+
+    logprobs: NDArray[np.float32] | None = None
+    masked_logprobs: NDArray[np.float32] | None = None
+    reward: float | None = None
+
+
+def trainer_fields() -> dict[str, Any]:
+    """Return the `pyarrow.Field` of each column that a trainer adds, by column name."""
+    pa = pyarrow()
+    floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    kinds = {"trainer_logprobs": floats, "trainer_masked_logprobs": floats, "reward": pa.float64()}
+    return {name: pa.field(name, kind) for name, kind in kinds.items()}
+
+
+def trainer_scores(values: Mapping[str, Any], num_tokens: int, row: int) -> TrainerScores:
+    """Return the trainer's values of one row, given as Arrow scalars."""
+
+    def floats(name: str) -> NDArray[np.float32] | None:
+        if name not in values or not values[name].is_valid:
+            return None
+        found: NDArray[np.float32] = values[name].values.to_numpy(zero_copy_only=False).copy()
+        if len(found) != num_tokens:
+            raise InvalidInputError(f"rollout {row}: {name}: got {len(found)} for {num_tokens} output_ids")
+        return found
+
+    reward = values["reward"].as_py() if "reward" in values else None
+    return TrainerScores(floats("trainer_logprobs"), floats("trainer_masked_logprobs"), reward)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets, errors
-from sglang_topp_client.codecs.binary_frame import encode_frame, is_frame
-from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
+from sglang_topp_client.wire.frame import encode_frame, is_frame
+from sglang_topp_client.wire.records import rollout_from_bytes, rollout_to_bytes, rollout_to_json
 
 MIB = 1 << 20
 

@@ -12,8 +12,12 @@ from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, Wir
 from sglang_topp.replay import replayed_old_logprobs
 from sglang_topp_client import load_rollouts, save_rollouts
 from sglang_topp_client.argument_checks import as_token_ids
-from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import (
+    rollout_from_bytes,
+    rollout_from_json,
+    rollout_to_bytes,
+    rollout_to_json,
+)
 
 
 @pytest.fixture

@@ -1,21 +1,34 @@
-"""Rollout: one generated sample of a prompt, with its log-probs, candidate sets, and weight versions."""
+"""Rollout and Score, the client's results, and how a rollout is joined with its continuation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.argument_checks import as_token_ids
-from sglang_topp_client.types.rollout_html import rollout_to_html
-from sglang_topp_client.types.weight_spans import WeightSpans, expand_spans, join_spans
+from sglang_topp.errors import InvalidInputError, WireError, describe
+from sglang_topp_client.argument_checks import as_token_ids, is_text
+from sglang_topp_client.rollout_html import rollout_to_html
 
-__all__ = ["ABORT", "DISTRIBUTION", "EXTENDED", "SAMPLER", "Rollout"]
+__all__ = [
+    "ABORT",
+    "DISTRIBUTION",
+    "EXTENDED",
+    "SAMPLER",
+    "Rollout",
+    "Score",
+    "WeightSpans",
+    "expand_spans",
+    "join_parts",
+    "join_spans",
+    "spans_from_json",
+    "spans_to_json",
+]
 
 ABORT, EXTENDED = "abort", "extended"
 """The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
@@ -175,3 +188,149 @@ class Rollout:
     def _repr_html_(self) -> str:
         """Return the HTML that notebooks show for this rollout; see `rollout_to_html`."""
         return rollout_to_html(self)
+
+
+WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
+"""One pair `(version, number of tokens)` for each span, in the order of the tokens."""
+
+_FIELD = "weight_versions"
+
+
+def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
+    """Convert spans to the JSON value of SGLang's field `weight_versions`."""
+    objects = []
+    start = 0
+    for version, count in spans:
+        objects.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return objects
+
+
+def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
+    """Convert the JSON value of SGLang's field `weight_versions` to spans, or a JSON null to None.
+
+    Raises:
+        WireError: the JSON value is malformed, or does not cover each of the `num_tokens` tokens exactly
+            once.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise WireError(_FIELD, f"got {type(value).__name__}, expected a list")
+    spans: list[tuple[str, int]] = []
+    position = 0
+    for each in value:
+        if not isinstance(each, Mapping):
+            raise WireError(_FIELD, f"got {describe(each)}, expected an object with version, start, and end")
+        version, start, end = (each.get(name) for name in ("version", "start", "end"))
+        if not isinstance(version, str) or not is_text(version):
+            raise WireError(_FIELD, f"got {describe(version)} as a version, expected text")
+        if type(start) is not int or type(end) is not int or start != position or end < start:
+            raise WireError(
+                _FIELD, f"got tokens {describe(start)} to {describe(end)}, expected those from {position} on"
+            )
+        if end > start:
+            spans.append((version, end - start))
+        position = end
+    if position != num_tokens:
+        raise WireError(_FIELD, f"got versions of {describe(position)} tokens, expected {num_tokens}")
+    return tuple(spans)
+
+
+def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
+    """Concatenate the weight spans of two consecutive parts of a rollout.
+
+    If the first part's last span and the second part's first span have the same version, merge the two spans.
+    """
+    if first and second and first[-1][0] == second[0][0]:
+        (version, count), *rest = second
+        return (*first[:-1], (version, first[-1][1] + count), *rest)
+    return (*first, *second)
+
+
+def expand_spans(spans: WeightSpans) -> tuple[str, ...]:
+    """Return the weight version of each token, one entry per token."""
+    return tuple(chain.from_iterable(repeat(version, count) for version, count in spans))
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One scored sequence of L tokens. The tokens at positions `start` to L - 1 have log-probs.
+
+    Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
+    Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
+    them.
+
+    Attributes:
+        sequence_index: the index of the sequence in the request, from 0.
+        request_id: the engine's id of the request.
+        token_ids: int32 [L], the token ids of the whole sequence.
+        start: the first scored position, 1 to L, where L means that no position is scored.
+        logprobs: float32 [L - start], the natural log-prob of each token from `start` on, given all earlier
+            tokens. The log-probs are normalized over the full vocabulary.
+        candidates: the L - start candidate sets of the scored positions, or None if the request did not ask
+            for sets. In the set of position t, the sampled token is `token_ids[t]`.
+        weight_version: the version of the weights that scored every position, as the engine reports it.
+            SGLang before 0.5.19 reports the version that the engine has at the end of the request. If weights
+            are pushed between the scoring and the end of the request, these releases can report the version
+            of the new weights.
+        cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
+    """
+
+    sequence_index: int
+    request_id: str
+    token_ids: NDArray[np.int32]
+    start: int
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    weight_version: str | None
+    cached_tokens: int
+
+
+def join_parts(first: Rollout, rest: Rollout) -> Rollout:
+    """Return the rollout that consists of `first` and its continuation `rest`.
+
+    Raises:
+        WireError: the prompt of `rest` is not the prompt of `first` followed by the output of `first`, or
+            only one of the two parts has candidate sets.
+    """
+    if rest.prompt_ids.tolist() != [*first.prompt_ids.tolist(), *first.output_ids.tolist()]:
+        raise WireError("prompt_ids", "got other ids than those of the rollout that it continues")
+    had_tokens, has_more = len(first.output_ids) > 0, len(rest.output_ids) > 0
+    return replace(
+        first,
+        request_id=rest.request_id,
+        output_ids=np.concatenate([first.output_ids, rest.output_ids]),
+        # `rest.text` also covers the tokens in the last turn of `first`. The client told the engine, in the
+        # request field `resumed_tokens`, how many such tokens are at the end of the prompt of `rest`.
+        text=rest.text if has_more else first.text,
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        candidates=_joined_sets(first, rest),
+        finish_reason=rest.finish_reason,
+        weight_version=rest.weight_version if has_more or not had_tokens else first.weight_version,
+        cached_tokens=first.cached_tokens if had_tokens else min(rest.cached_tokens, len(first.prompt_ids)),
+        latency_s=first.latency_s + rest.latency_s,
+        top_logprobs_source=first.top_logprobs_source if had_tokens else rest.top_logprobs_source,
+        weight_spans=_joined_spans(first, rest),
+        routing_key=rest.routing_key,
+    )
+
+
+def _joined_sets(first: Rollout, rest: Rollout) -> CandidateSets | None:
+    if not len(first.output_ids):
+        return rest.candidates
+    if first.candidates is None or rest.candidates is None:
+        if first.candidates is not rest.candidates:
+            raise WireError("candidates", "only one part of the rollout has sets, expected both or neither")
+        return None
+    return CandidateSets.concat([first.candidates, rest.candidates])
+
+
+def _joined_spans(first: Rollout, rest: Rollout) -> WeightSpans | None:
+    if not len(first.output_ids):
+        return rest.weight_spans
+    if not len(rest.output_ids):
+        return first.weight_spans
+    if first.weight_spans is None or rest.weight_spans is None:
+        return None
+    return join_spans(first.weight_spans, rest.weight_spans)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from sglang_topp_client.types.rollout import Rollout
+    from sglang_topp_client.rollout import Rollout
 
 __all__ = ["rollout_to_html"]
 

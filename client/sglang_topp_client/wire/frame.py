@@ -32,7 +32,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
-from sglang_topp_client.codecs.json_fields import read_count
+from sglang_topp_client.wire.field_checks import read_count
 
 __all__ = ["FrameReader", "encode_frame", "is_frame"]
 

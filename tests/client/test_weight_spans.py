@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_topp.errors import WireError
-from sglang_topp_client.types.weight_spans import expand_spans, spans_from_json, spans_to_json
+from sglang_topp_client.rollout import expand_spans, spans_from_json, spans_to_json
 
 
 @pytest.mark.parametrize("spans", [(), (("a", 1),), (("a", 2), ("b", 3), ("a", 1))])

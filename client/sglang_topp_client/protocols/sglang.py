@@ -1,4 +1,4 @@
-"""Protocol of a patched SGLang's `POST /generate`: write the request for one prompt, and read the answer.
+"""Protocols of a patched SGLang: write a request for one prompt or sequence, and read the answer.
 
 The client always requests a stream. For each sample, SGLang sends a chunk at the first token, a chunk after
 every `stream_interval` tokens, and a chunk at the end. The client sets `stream_interval` to more tokens than
@@ -17,15 +17,26 @@ the first chunk. A streamed request has these advantages over an unstreamed one:
 The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once, and the samples
 share the prompt's KV cache through the prefix cache. With `n` simultaneous requests, SGLang would prefill the
 prompt `n` times.
+
+A score is a request that generates no tokens. Its field `logprob_start_len` is a position in the sequence.
+SGLang computes the next-token distribution at this position and at all later positions. The distribution at
+position i gives the log-prob of the token at i + 1. The first token with a log-prob is therefore the token at
+`logprob_start_len + 1`. Tokens before `logprob_start_len` may come from the prefix cache.
+
+Chat messages go to `POST /tokenize` first, which applies the chat template and tokenizes the messages as for
+`/v1/chat/completions`. The client then sends the token ids to `/generate`, because `/v1/chat/completions`
+cannot resume an interrupted sample.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,19 +53,27 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
-from sglang_topp_client.codecs.answer_consistency import check_kept_mass, check_sets
-from sglang_topp_client.codecs.json_fields import check_seconds, parse_token_ids, read_field, read_text
-from sglang_topp_client.protocols.sglang_logprobs_and_weight_version import (
-    decode_chunk,
-    parse_token_logprobs,
-    read_weight_version,
-)
 from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
+from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests.prompts import Messages
 from sglang_topp_client.requests.resume import empty_rollout
-from sglang_topp_client.types.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout
-from sglang_topp_client.types.weight_spans import spans_from_json
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, Score, spans_from_json
+from sglang_topp_client.wire.field_checks import (
+    check_kept_mass,
+    check_seconds,
+    check_sets,
+    parse_token_ids,
+    read_field,
+    read_text,
+)
 
-__all__ = ["GenerateExchange", "StreamedExchange"]
+__all__ = [
+    "TOKENIZE_PATH",
+    "GenerateExchange",
+    "GenerateScoreExchange",
+    "tokenize_body",
+    "tokenized_ids",
+]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
@@ -362,3 +381,207 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
     else:
         status = None
     return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))
+
+
+_LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
+# If the caller wants only log-probs, the client still requests candidate sets, with the threshold 1e-9. If a
+# request asks for sets, the engine guarantees one weight version per score. Sets in an answer also prove that
+# the engine is patched. At the threshold 1e-9, the sets are small: a set holds the most likely token and the
+# sequence's token at the set's position. If several tokens tie for the highest probability, the set holds all
+# of these tokens.
+_LEAST_P = 1e-9
+
+
+class GenerateScoreExchange(StreamedExchange[Score]):
+    """One `POST /generate` that scores a sequence."""
+
+    prompts_field = "sequences"
+
+    def __init__(self, wanted: ScoreRequest, *, request_id: str) -> None:
+        """See `StreamedExchange`."""
+        super().__init__(wanted, request_id=request_id)
+        self._start = wanted.start
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+        sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
+        return super().body() | {"logprob_start_len": self._start - 1} | sets
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Score:
+        start, last = self._start, chunks[-1]
+        meta_info = last["meta_info"]
+        if count := read_field(meta_info, "completion_tokens", int):
+            raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
+        token_ids = self._prompt_ids(last)
+        if start > len(token_ids):
+            raise BadRequestError(
+                f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
+                status=400,
+            )
+        scored = token_ids[start:]
+        logprobs = _logprobs(read_field(meta_info, _LOGPROBS, list), token_ids, start)
+        sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
+        if sets.sizes[0]:
+            raise WireError(_SETS, f"got a set before position {start}, the first requested position")
+        candidates = sets[1:]
+        check_sets(candidates, scored, logprobs, field=_SETS)
+        if (p := self._wanted.top_logprobs_p) is not None:
+            check_source(self._wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            check_kept_mass(candidates, p, field=_SETS)
+        return Score(
+            sequence_index=self._wanted.prompt_index,
+            request_id=meta_info["id"],
+            token_ids=token_ids,
+            start=start,
+            logprobs=logprobs,
+            candidates=None if p is None else candidates,
+            weight_version=read_weight_version(meta_info),
+            cached_tokens=read_field(meta_info, "cached_tokens", int),
+        )
+
+
+def _logprobs(entries: list[TokenLogprob], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
+    """Return the log-probs of the tokens from `start` on, float32 [L - start], where L is `len(token_ids)`.
+
+    `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
+    `start - 1`, and has no log-prob.
+    """
+    if not entries or entries[0].logprob is not None:
+        raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
+    rest, as_reported = entries[1:], token_ids[start:].copy()
+    for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
+        # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id. The client does not know the
+        # vocabulary's size, but in a sequence, only the largest id can be the vocabulary's last id.
+        if t < len(rest) and rest[t].token_id == 0:
+            as_reported[t] = 0
+    return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """An item of SGLang's list of log-probs, `[logprob, token_id, text or null]`.
+
+    There is one for each token, so the garbage collector does not track them.
+    """
+
+    logprob: float | None
+    token_id: int
+    text: str | None = None
+
+
+class _MetaInfo(TypedDict, total=False):
+    id: Any
+    finish_reason: Any
+    prompt_tokens: Any
+    completion_tokens: Any
+    cached_tokens: Any
+    e2e_latency: Any
+    weight_version: Any
+    weight_versions: Any
+    resumed_tokens: Any
+    output_token_logprobs: list[TokenLogprob]
+    input_token_logprobs: list[TokenLogprob]
+    top_logprobs_source: Any
+    output_top_p_logprobs: Any
+    output_top_p_logprobs_val_base64: Any
+    output_top_p_logprobs_idx_base64: Any
+    output_top_p_logprobs_lengths: Any
+    input_top_p_logprobs: Any
+    input_top_p_logprobs_val_base64: Any
+    input_top_p_logprobs_idx_base64: Any
+    input_top_p_logprobs_lengths: Any
+
+
+class _Chunk(TypedDict, total=False):
+    """A chunk of a stream. Fields of type `Any` are checked where they are read."""
+
+    index: Any
+    text: Any
+    output_ids: Any
+    prompt_token_ids: Any
+    meta_info: _MetaInfo
+    error: Any
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_PROBLEM = re.compile(
+    r"Expected (?P<expected>.*?)(?:, got (?P<got>.*?))?(?: - at \$(?:.*\.)?(?P<field>\w+)(?P<at>[^.]*))?"
+)
+
+
+def decode_chunk(text: bytes | memoryview) -> dict[str, Any]:
+    """Decode one JSON chunk of an answer. Unknown fields are left out.
+
+    Raises:
+        WireError: the text is not a JSON object, or a field has another type.
+    """
+    try:
+        return dict(_CHUNK.decode(text))
+    except msgspec.ValidationError as error:
+        message = str(error).replace("`", "")
+        if (problem := _PROBLEM.fullmatch(message)) is None:
+            raise WireError("stream", message) from None
+        place = f" at {problem['at']}" if problem["at"] else ""
+        raise WireError(
+            problem["field"] or "stream", f"got {problem['got']}, expected {problem['expected']}{place}"
+        ) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError("stream", f"got {bytes(text[:200])!r}: {error}") from None
+
+
+def parse_token_logprobs(
+    field: str, entries: list[TokenLogprob], token_ids: NDArray[np.int32], *, of: str
+) -> NDArray[np.float32]:
+    """Return the log-probs in SGLang's list of items, as float32 [T].
+
+    Args:
+        field: the name of the answer's field that holds the list.
+        entries: the list, with one item for each token.
+        token_ids: int32 [T], the expected tokens.
+        of: the noun that error messages use for the tokens, such as `"output"`.
+
+    Raises:
+        WireError: an item of `entries` has no log-prob, or a token id that differs from `token_ids`.
+    """
+    if len(entries) != len(token_ids):
+        raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
+    with np.errstate(over="ignore"):
+        logprobs = np.array([entry.logprob for entry in entries], np.float64).astype(np.float32)
+    ids = parse_token_ids(field, [entry.token_id for entry in entries])
+    if np.isnan(logprobs).any():
+        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
+    if len(wrong := np.flatnonzero(ids != token_ids)):
+        t = int(wrong[0])
+        raise WireError(field, f"got token {ids[t]} at position {t}, expected {token_ids[t]}, as in the {of}")
+    return logprobs
+
+
+def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
+    """Return the field `weight_version` as text, or None if the answer has no weight version."""
+    version = meta_info.get("weight_version")
+    if version is None:
+        return None
+    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
+    # argument `weight_version`, and the class does not convert this integer to text.
+    return str(version) if type(version) is int else read_text(meta_info, "weight_version")
+
+
+TOKENIZE_PATH = "/tokenize"
+
+
+def tokenize_body(messages: Messages) -> dict[str, Any]:
+    """Return the JSON body of a `/tokenize` request."""
+    return {"messages": messages}
+
+
+def tokenized_ids(answer: Any) -> list[int]:
+    """Return the prompt's token ids from the answer to `/tokenize`.
+
+    Raises:
+        WireError: the answer has no token ids.
+    """
+    if not isinstance(answer, dict):
+        raise WireError(TOKENIZE_PATH, f"got {type(answer).__name__}, expected an object")
+    ids: list[int] = parse_token_ids("tokens", read_field(answer, "tokens", list)).tolist()
+    if not ids:
+        raise WireError("tokens", "got none: the chat template renders nothing for the messages")
+    return ids

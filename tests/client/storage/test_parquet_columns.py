@@ -11,7 +11,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.candidates import NO_TOKEN
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import Rollout
-from sglang_topp_client.storage.rollout_columns import (
+from sglang_topp_client.storage.parquet_columns import (
     check_rollout,
     num_bytes_of,
     schema,

@@ -21,7 +21,6 @@ from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import Rollout, RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.storage import parquet_files
-from sglang_topp_client.storage import rollout_files as module
 from tests.documentation_blocks import block_with
 
 
@@ -148,7 +147,7 @@ def test_sizes_are_checked_first(path, size):
 
 
 def test_a_row_group_ends_at_its_byte_limit(path, folder, variety, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_GROUP_BYTES", 100)
+    monkeypatch.setattr(parquet_files, "_MAX_GROUP_BYTES", 100)
     save_rollouts(path, variety)
     with RolloutWriter(folder) as writer:
         for rollout in variety:
@@ -301,7 +300,7 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 from sglang_topp_client import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
+from sglang_topp_client.wire.records import rollout_to_json
 rollouts, disk = list(load_rollouts(sys.argv[1])), Path(sys.argv[2])
 writer, count = RolloutWriter(disk / "run", part_size=len(rollouts)), 0
 try:
