@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -664,7 +665,19 @@ class AsyncRolloutClient:
             keeps_going=return_exceptions,
             max_retries=self._max_retries,
             max_message_bytes=self._configs[0].max_message_bytes,
+            headers=_trace_headers(),
         )
+
+
+def _trace_headers() -> dict[str, str]:
+    """Return the headers `traceparent` and `tracestate` of OpenTelemetry's current span."""
+    headers: dict[str, str] = {}
+    # A program that uses OpenTelemetry has imported it. In any other one, the import would only cost time.
+    if "opentelemetry" in sys.modules:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
 
 
 def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOptions) -> list[SampleRequest]:

@@ -79,6 +79,7 @@ class RunOptions:
     Attributes:
         keeps_going: whether the other prompts go on if one fails (`return_exceptions`).
         waits_out_refusals: whether a call waits for servers that accept no request at the moment (429, 503).
+        headers: additional headers of the HTTP calls.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class RunOptions:
     max_retries: int = 4
     waits_out_refusals: bool = True
     max_message_bytes: int = 512 * 2**20
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -354,7 +356,9 @@ class Run(Generic[Result]):
             options = {"timeout_s": self._left_s(), "max_bytes": self._options.max_message_bytes}
         exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
         key = server.routing_key(request.routing_key)
-        headers = {ROUTING_KEY: key} | ({"Accept": exchange.accept} if exchange.accept else {})
+        headers = {**self._options.headers, ROUTING_KEY: key}
+        if exchange.accept:
+            headers["Accept"] = exchange.accept
         job.server, job.exchange = server, exchange
         is_open = is_refused = False
         try:

@@ -9,11 +9,15 @@ import weakref
 import pytest
 
 from sglang_topp.errors import RequestError, TransportError
-from sglang_topp_client.transport.loop_thread import LoopThread
+from sglang_topp_client.sync_client import LoopThread
 
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "sglang-topp-client"]
+
+
+async def nothing():
+    pass
 
 
 async def double(x):
@@ -26,7 +30,7 @@ async def fail():
 
 
 def test_runs_from_any_thread_and_again_after_a_stop():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     assert threads() == []
     results = []
     callers = [threading.Thread(target=lambda i=i: results.append(runner.run(double(i)))) for i in range(20)]
@@ -48,7 +52,7 @@ def test_a_loop_that_cannot_start_is_an_error(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     with pytest.raises(TransportError, match=r"no event loop could be started.*ulimit -n"):
         runner.run(double(1))
     monkeypatch.undo()
@@ -57,14 +61,14 @@ def test_a_loop_that_cannot_start_is_an_error(monkeypatch):
 
 
 def test_exceptions_come_through():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     with pytest.raises(KeyError):
         runner.run(fail())
     runner.stop()
 
 
 def test_the_thread_ends_with_its_owner():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     runner.run(double(1))
     del runner
     gc.collect()
@@ -72,7 +76,7 @@ def test_the_thread_ends_with_its_owner():
 
 
 def test_stopped_threads_leave_nothing_behind():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     before = len(weakref.finalize._registry)
     for _ in range(5):
         runner.run(double(1))
@@ -81,7 +85,7 @@ def test_stopped_threads_leave_nothing_behind():
 
 
 async def test_the_loops_own_thread_cannot_wait():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     assert not runner.can_wait
 
     async def inside():
@@ -94,7 +98,7 @@ async def test_the_loops_own_thread_cannot_wait():
 
 
 def test_a_stop_ends_waiting_calls():
-    runner = LoopThread()
+    runner = LoopThread(nothing)
     started, cleaned_up, caught = threading.Event(), [], []
 
     async def forever():

@@ -1,9 +1,11 @@
 """The limit on long messages: how many are read at once, and which messages wait."""
 
 import asyncio
+from contextlib import aclosing
 
-from sglang_topp_client.transport import framing, long_message_slots
-from sglang_topp_client.transport.long_message_slots import LONG_BYTES, LongMessageSlots
+from sglang_topp_client.transport import framing
+from sglang_topp_server.engine import long_message_slots
+from sglang_topp_server.engine.long_message_slots import LONG_BYTES, LongMessageSlots
 
 
 class Answer:
@@ -28,8 +30,9 @@ def start(limit):
     answer, got = Answer(), []
 
     async def read():
-        async for line in framing.lines(answer.body(), limit, 1 << 30):
-            got.append(len(line))
+        async with aclosing(limit.throttle(answer.body())) as body:
+            async for line in framing.lines(body, 1 << 30):
+                got.append(len(line))
 
     return answer, got, asyncio.create_task(read())
 
