@@ -1,45 +1,76 @@
-"""`sglang-topp rollouts PATH`: print statistics of the rollouts in a file or a directory.
+"""`sglang-topp rollouts PATH`: summarize saved rollouts; `sglang-topp view PATH`: show them on one page.
 
-To save memory, the command reads one Parquet row group at a time. The command keeps only counters. For
-example, it counts the candidate sets of each size.
+Both commands read one Parquet row group at a time, and keep only counters.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_server.cli.common import add_command
+from sglang_topp_server.cli.common import Commands, add_command, count
 
 if TYPE_CHECKING:
     from sglang_topp_client import Rollout
 
-__all__ = ["add_parser"]
+__all__ = ["add_parsers"]
 
 _MAX_NAMES = 5
+_EVERY_S = 0.2
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = add_command(
+def add_parsers(commands: Commands) -> None:
+    """Add both commands."""
+    rollouts = add_command(
         commands,
         "rollouts",
         "check saved rollouts, and print a summary",
+        _rollouts,
         examples=["sglang-topp rollouts step-0.parquet", "sglang-topp rollouts run/"],
     )
-    parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
-    parser.set_defaults(run=_run)
+    view = add_command(
+        commands,
+        "view",
+        "make one HTML page of saved rollouts, to open or to attach",
+        _view,
+        examples=[
+            "sglang-topp view step-0.parquet --tokenizer /models/qwen",
+            "sglang-topp view run/ -o run.html --rollouts 200",
+        ],
+    )
+    for parser in (rollouts, view):
+        parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
+    view.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
+    view.add_argument(
+        "--rollouts",
+        type=count,
+        default=64,
+        help="how many the page holds token by token, those with the worst tokens first (%(default)s)",
+    )
+    view.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json or a model's directory, for the texts of tokens; else the page shows ids",
+    )
 
 
-def _run(args: argparse.Namespace) -> int:
+def _rollouts(args: argparse.Namespace) -> int:
     _print_summary(args.path)
+    return 0
+
+
+def _view(args: argparse.Namespace) -> int:
+    _write_page(args.path, args.output, max_detailed=args.rollouts, tokenizer=args.tokenizer)
     return 0
 
 
@@ -102,8 +133,8 @@ class _Summary:
         self._num_prompt += len(rollout.prompt_ids)
         self._num_output += num_tokens
         self._reasons[rollout.finish_reason] += 1
-        for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            self._weights[version] += count
+        for version, number in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
+            self._weights[version] += number
         if rollout.candidates is None:
             self._sources["no sets"] += 1
         else:
@@ -159,6 +190,66 @@ class _Summary:
 def _named(counts: Mapping[str, int]) -> str:
     """Format the `_MAX_NAMES` largest counts with their names, then say how many names are left out."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name or repr(name)} {count:,}" for name, count in ranked[:_MAX_NAMES])
+    shown = ", ".join(f"{name or repr(name)} {number:,}" for name, number in ranked[:_MAX_NAMES])
     more = len(ranked) - _MAX_NAMES
     return (shown or "none") + (f", … {more} more" if more > 0 else "")
+
+
+def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: str | None) -> None:
+    """Write the page, and print its path and size.
+
+    Args:
+        path: a file written by `save_rollouts`, or a directory written by `RolloutWriter`.
+        target: the HTML file, which is replaced if it exists. If `target` is None, the function writes
+            to the working directory, and names the file after `path`, with .html as the suffix.
+        max_detailed: how many rollouts the page shows token by token.
+        tokenizer: a `tokenizer.json`, or a directory that holds one.
+
+    Raises:
+        InvalidInputError: there are no rollouts, or the tokenizer cannot be read.
+        WireError: a file is truncated or corrupt; the error names the file.
+        OSError: a file cannot be read or written.
+    """
+    from sglang_topp_server.view.build_page import page_of_file
+    from sglang_topp_server.view.token_text import TokenTexts
+
+    out = Path(target or f"{Path(os.path.abspath(path)).stem}.html")
+    if out.suffix == ".parquet" or out.is_dir():
+        raise InvalidInputError(f"-o: got {out}, expected the name of an HTML file")
+    progress = _ProgressLine()
+    texts = None if tokenizer is None else TokenTexts(tokenizer)
+    chunks = page_of_file(path, max_detailed=max_detailed, tokenizer=texts, step=progress.update)
+    hidden = out.with_name(f".{out.name}.tmp")
+    try:
+        with hidden.open("wb") as file:
+            file.writelines(chunks)
+        num_bytes = hidden.stat().st_size
+        hidden.replace(out)
+    finally:
+        hidden.unlink(missing_ok=True)
+        progress.close()
+    print(f"{out}: {num_bytes / 1e6:.1f} MB")
+
+
+class _ProgressLine:
+    """A progress line on stderr, shown only on a terminal."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._start = time.monotonic()
+        self._next, self._has_written = self._start, False
+
+    def update(self, stage: str, num_rollouts: int, num_tokens: int) -> None:
+        """Rewrite the progress line, at most every 0.2 s."""
+        now = time.monotonic()
+        if self._is_terminal and now >= self._next:
+            self._next, self._has_written = now + _EVERY_S, True
+            tokens = f", {num_tokens:,} tokens" if stage == "reading" else ""
+            sys.stderr.write(f"\r\x1b[K{stage}: {num_rollouts:,} rollouts{tokens}, {now - self._start:.0f} s")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._has_written:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

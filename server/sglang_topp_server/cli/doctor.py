@@ -9,17 +9,18 @@ import argparse
 from importlib.util import find_spec
 from typing import Any
 
-from sglang_topp_server.cli.common import FAILED, SIDECAR_KEY, USAGE, add_command, fail, read_key
+from sglang_topp_server.cli.common import FAILED, SIDECAR_KEY, USAGE, Commands, add_command, fail, read_key
 
-__all__ = ["add_parser"]
+__all__ = ["add_parsers"]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(
         commands,
         "doctor",
         "check that the installed SGLang, or a running server, returns candidate sets",
+        _run,
         details="The exit status is 0 if it does, and 1 otherwise.",
         notes=f"With --url, the key comes from the environment: {SIDECAR_KEY}.",
         examples=[
@@ -35,7 +36,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="list every function that is hooked or called, and the limits",
     )
-    parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -64,15 +64,15 @@ def _check_server(url: str) -> int:
         info = client.server_info()
         is_sidecar = "engine" in info
         engine: dict[str, Any] = info["engine"] if is_sidecar else info
-        patch: dict[str, Any] = info["patch"] if is_sidecar else info.get("sglang_topp") or {}
+        plugin: dict[str, Any] = info["patch"] if is_sidecar else info.get("sglang_topp") or {}
         print(f"{'sidecar' if is_sidecar else 'SGLang'} at {url}")
         version = engine.get("sglang_version" if is_sidecar else "version")
         print(f"SGLang {version}, model {engine.get('model_path')}")
-        for problem in patch.get("problems") or ():
+        for problem in plugin.get("problems") or ():
             print(f"problem: {problem}")
-        if not patch.get("active"):
+        if not plugin.get("active"):
             print("the plugin is NOT active: requests are refused")
             return FAILED
         client.check_servers()
-    print(f"sglang-topp {patch.get('version')} is active, and no field is lost on the way")
+    print(f"sglang-topp {plugin.get('version')} is active, and no field is lost on the way")
     return 0
