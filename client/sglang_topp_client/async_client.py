@@ -27,11 +27,10 @@ from sglang_topp_client.requests import (
     plan_scores,
 )
 from sglang_topp_client.resume import OnAbort, OnTimeout, mark_interruptible, plan_resume
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
@@ -256,7 +255,7 @@ class AsyncRolloutClient:
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
                 grammars, and custom parameters are also refused, because an interruption would change their
-                effect (`sglang_topp.engine_contract.resumable_sampling_params`).
+                effect (`sglang_topp.engine_contract`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, ServerError: an HTTP call and all of its retries failed. If the client tried

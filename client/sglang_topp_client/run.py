@@ -25,8 +25,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client.progress import Progress
-from sglang_topp_client.protocols.sglang_generate import GenerateExchange
-from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
+from sglang_topp_client.protocols.sglang import GenerateExchange, GenerateScoreExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
 from sglang_topp_client.requests import SampleRequest, ScoreRequest
 from sglang_topp_client.resume import (
@@ -37,12 +36,10 @@ from sglang_topp_client.resume import (
     empty_rollout,
 )
 from sglang_topp_client.retry_policy import RetryBudget, is_retryable
+from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
 from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.types.join_rollouts import join_parts
-from sglang_topp_client.types.rollout import ABORT, Rollout
-from sglang_topp_client.types.score import Score
 
 __all__ = ["Place", "Run", "RunOptions"]
 

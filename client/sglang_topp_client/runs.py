@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from sglang_topp.errors import SglangToppError
 from sglang_topp_client.requests import SampleRequest
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import Place, Run, RunOptions
 from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.http import ServerConfig
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 
 __all__ = ["Runs"]
 

@@ -29,12 +29,12 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.protocols import sglang_tokenize
 from sglang_topp_client.protocols.lost_fields import (
     REFUSABLE,
     check_fields_of_answer,
     field_check_requests,
 )
+from sglang_topp_client.protocols.sglang import TOKENIZE_PATH, tokenize_body, tokenized_ids
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable
@@ -195,7 +195,7 @@ class Server:
         """
         try:
             answer = await self._http.request_json(
-                "POST", sglang_tokenize.PATH, sglang_tokenize.body(messages), timeout_s=_INFO_TIMEOUT_S
+                "POST", TOKENIZE_PATH, tokenize_body(messages), timeout_s=_INFO_TIMEOUT_S
             )
         except BadRequestError as error:
             raise BadRequestError(
@@ -204,7 +204,7 @@ class Server:
                 status=error.status,
                 body=error.body,
             ) from error
-        return sglang_tokenize.prompt_ids(answer)
+        return tokenized_ids(answer)
 
     @asynccontextmanager
     async def post(

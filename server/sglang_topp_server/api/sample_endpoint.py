@@ -49,7 +49,7 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.schemas.requests import SampleBody
 from sglang_topp_server.settings import Limits
 
 __all__ = ["SampleEndpoint"]

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
     MissingCandidateSetsError,
     PatchError,
@@ -27,8 +27,7 @@ from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.engine.trace_context import forwarded_trace
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits import MemoryShare, num_bytes_of
-from sglang_topp_server.schemas.field_types import SampleBody
-from sglang_topp_server.schemas.rollouts import RolloutsBody
+from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp_client import ScoredRollout
-from sglang_topp_client.types.rollout import ABORT
+from sglang_topp_client.rollout import ABORT
 from sglang_topp_server.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
 from sglang_topp_server.view.ratio_summary import OFF, RatioSummary
 from sglang_topp_server.view.rollout_table import RolloutTable
