@@ -78,7 +78,7 @@ __all__ = [
 
 ROLLOUTS_MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
 SCORES_MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
-"""The media types of answers whose messages begin with their length (`framing.py`).
+"""The media types of answers whose messages begin with their length (`transport/http.py`).
 
 Each message holds a rollout or a score as a Zstandard frame, or a JSON object.
 """

@@ -21,7 +21,7 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, plan
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
-from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_server.engine.long_message_slots import LongMessageSlots
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.engine.trace_context import forwarded_trace
@@ -179,7 +179,7 @@ class EngineClient:
             stream = self._stream(wanted, given, request)
             del given
             async with aclosing(stream) as samples:
-                async for _, sample in samples:
+                async for sample in samples:
                     share.remove(num_given)
                     share.add(sample)
                     if isinstance(sample, Score):
@@ -198,7 +198,7 @@ class EngineClient:
 
     def _stream(
         self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
-    ) -> AsyncGenerator[tuple[tuple[int, int], Any], None]:
+    ) -> AsyncGenerator[Any, None]:
         options = _options(request.request_id)
         if isinstance(wanted, ScoreRequest):
             return self._runs.stream([wanted], options)
