@@ -11,7 +11,7 @@ from sglang_topp import CandidateSets, errors
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client import run as run_module
 from sglang_topp_client.rollout import join_parts
-from sglang_topp_client.wire.records import rollout_to_json
+from sglang_topp_client.wire.records import to_record
 
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 SAMPLING = {"max_new_tokens": 12}
@@ -750,7 +750,7 @@ async def test_a_sidecar_stops_a_request_by_its_name(sidecar, fakes):
 
 
 def test_records_say_that_they_were_aborted(fakes):
-    assert rollout_to_json(made(fakes, [5]))["finish_reason"] == "abort"
+    assert to_record(made(fakes, [5]))["finish_reason"] == "abort"
     assert isinstance(made(fakes, [5]), Rollout)
 
 

@@ -127,7 +127,7 @@ def _sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 def _record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout's JSON record: arrays become lists instead of base64, and -inf becomes null."""
-    from sglang_topp_client.wire.records import rollout_to_json
+    from sglang_topp_client.wire.records import to_record
 
     candidates = None
     if rollout.candidates is not None:
@@ -136,7 +136,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
             for token_ids, logprobs in rollout.candidates
             if logprobs is not None
         ]
-    return rollout_to_json(rollout) | {"logprobs": _finite(rollout.logprobs), "candidates": candidates}
+    return to_record(rollout) | {"logprobs": _finite(rollout.logprobs), "candidates": candidates}
 
 
 def _finite(logprobs: NDArray[np.float32]) -> list[float | None]:
