@@ -23,18 +23,14 @@ from sglang_topp_patches.http import (
 )
 from sglang_topp_patches.memory import InFlight, budget
 from sglang_topp_patches.scheduler import (
-    extract_generated_sets,
-    extract_prompt_sets,
     host_copy_before_0_5_19,
-    pipeline_parallel,
-    prefix_cache_per_weights,
-    refuse_unchecked_requests,
-    request_budget,
-    requested_rows,
-    sampler_candidates,
-    speculative_verification,
+    pipeline,
+    prefix_cache,
+    prompts,
+    requests,
+    step,
+    verification,
 )
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 
 __all__ = ["SEAMS", "new_states"]
 
@@ -42,9 +38,8 @@ _MODULES = (
     # The hooks on one function of SGLang are installed in this order, the innermost first.
     *(process_state, request_fields, offline_engine, openai, sets_in_meta_info, server_info),
     *(request_check_middleware_before_0_5_22, route_policy, prompt_token_ids_0_5_12),
-    *(refuse_unchecked_requests, request_budget, resume, requested_rows, sampler_candidates),
-    *(host_copy_before_0_5_19, extract_generated_sets, extract_prompt_sets, speculative_verification),
-    *(prefix_cache_per_weights, pipeline_parallel, fetch_prefill_sets, serve_prefill_sets),
+    *(requests, resume, host_copy_before_0_5_19, step, prompts, verification),
+    *(prefix_cache, pipeline, fetch_prefill_sets, serve_prefill_sets),
     *(memory, sglang_0_5_19_and_later),
 )
 
@@ -57,5 +52,5 @@ def new_states() -> Mapping[type[Any], Any]:
     in_flight = InFlight(budget().max_candidates_in_flight)
     prefill_server = serve_prefill_sets.PrefillServer(in_flight)
     http = process_state.HttpProcess(in_flight, prefill_server)
-    scheduler = SchedulerProcess()
+    scheduler = requests.SchedulerProcess()
     return {type(each): each for each in (prefill_server, http, scheduler, scheduler.prefix_cache)}

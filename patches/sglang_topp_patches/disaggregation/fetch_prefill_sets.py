@@ -22,7 +22,7 @@ from sglang_topp_patches.disaggregation.first_token import FirstToken, differing
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH
 from sglang_topp_patches.hooks import Seam, after
 from sglang_topp_patches.request import sets_request
-from sglang_topp_patches.scheduler.request_budget import buffer_of, end_without_set, is_refused
+from sglang_topp_patches.scheduler.requests import buffer_of, is_refused, refuse
 from sglang_topp_patches.set_buffer import Problem, SetBuffer
 
 __all__ = ["CALLED", "fetch_first_token", "note_first_token", "num_scored_here"]
@@ -54,7 +54,7 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
     while buffer.end < len(req.output_ids):
         if getattr(decode_req, "is_rebootstrap", False):  # SGLang before 0.5.16 lacks the attribute
             problem = "the prefill server drew the token again, without log-probs"
-            return end_without_set(req, f"no candidate set at position {buffer.end}: {problem}")
+            return refuse(req, f"no candidate set at position {buffer.end}: {problem}")
         buffer.append(None)
 
 

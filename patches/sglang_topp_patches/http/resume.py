@@ -15,7 +15,7 @@ Three hooks correct the answer of an aborted request with `resumed_tokens`:
   hook, SGLang sends the answer only after the pause.
 
 The answer repeats `resumed_tokens` in `meta_info`. The scheduler checks the sampling parameters again, after
-SGLang has merged the server's defaults (`scheduler.refuse_unchecked_requests`).
+SGLang has merged the server's defaults (`scheduler.requests`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from sglang_topp_patches.compat.seam_check import status
 from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory import budget
-from sglang_topp_patches.scheduler import gpu_staging
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess, StagingCounts
+from sglang_topp_patches.scheduler.requests import SchedulerProcess
+from sglang_topp_patches.scheduler.sets import max_staging_bytes, staging_counts
 from sglang_topp_patches.set_buffer import KEY
 
 __all__ = ["add_status", "note_scheduler_states", "report_state"]
@@ -70,7 +70,7 @@ def add_status(
 def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
     """Return the sums over all schedulers of what they report of their staging areas."""
     there = [state["staging"] for state in scheduler_states if state and "staging" in state]
-    names = (*StagingCounts().to_dict(), "max_bytes")
+    names = (*staging_counts, "max_bytes")
     return {name: sum(each[name] for each in there) for name in names}
 
 
@@ -84,6 +84,6 @@ def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: An
         "active": not problems,
         "problems": problems,
         "candidates_in_flight": process.candidates_in_flight,
-        "staging": {**process.staging.to_dict(), "max_bytes": gpu_staging.max_bytes(self)},
+        "staging": {**staging_counts, "max_bytes": max_staging_bytes(self)},
     }
     return result

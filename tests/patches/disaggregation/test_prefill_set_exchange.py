@@ -22,7 +22,7 @@ from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillS
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.request import NOTHING, SetsRequest
-from sglang_topp_patches.scheduler.request_budget import is_refused
+from sglang_topp_patches.scheduler.requests import is_refused
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without

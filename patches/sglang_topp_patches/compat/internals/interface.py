@@ -22,7 +22,7 @@ class Internals(Protocol):
         """Replace the list `top_logprobs_nums` in the batch objects that a forward pass reads.
 
         Args:
-            top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`. The list's attribute
+            top_logprobs_nums: the new list, a `scheduler.step.TopLogprobsNums`. The list's attribute
                 `forward_pass` records which rows of the pass belong to requests for candidate sets.
             batch: the batch from which SGLang made the `ForwardBatch`.
             forward_batch: the `ForwardBatch` of the forward pass.

@@ -15,8 +15,7 @@ from sglang_topp_patches import capabilities
 from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http.request_fields import send_to_scheduler
 from sglang_topp_patches.request import NOTHING, SetsRequest, attach, sets_request
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.refuse_unchecked_requests import check_request, receive
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, check_request, receive
 from tests.skip_missing_features import needs
 
 SETS = SetsRequest(threshold=0.9)

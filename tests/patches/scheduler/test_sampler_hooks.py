@@ -12,12 +12,11 @@ import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
 from sglang_topp_patches.compat.releases import Feature
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows
-from sglang_topp_patches.scheduler.sampler_candidates import (
-    Capture,
-    Drawing,
-    capturing,
+from sglang_topp_patches.scheduler import step
+from sglang_topp_patches.scheduler.sets import ExtractedSets
+from sglang_topp_patches.scheduler.step import (
+    ForwardPass,
+    RequestedRows,
     rank_only_top_k,
     sample_from_probs,
 )
@@ -25,7 +24,6 @@ from tests.skip_missing_features import is_hook_here, skip_without
 
 skip_without(Feature.SAMPLER_SOURCE)
 
-PROCESS = SchedulerProcess()
 VOCAB = 40
 RANKS_ONLY_TOP_K = is_hook_here(rank_only_top_k)
 TOP_KS, TOP_PS, MIN_PS = [5, 40, 1, 9], [0.9, 0.5, 1.0, 0.95], [0.0, 0.1, 0.0, 0.3]
@@ -69,7 +67,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
     )
 
     def run(
-        drawing: Drawing | None,
+        drawing: ForwardPass | None,
         native: list[int] | None = None,
         top_ks: list[int] = TOP_KS,
         top_ps: list[float] = TOP_PS,
@@ -87,7 +85,8 @@ def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
             need_top_p_sampling=True,
             max_top_k=max(top_ks) if max(top_ks) < VOCAB else None,
         )
-        with capturing(Capture(ForwardPass(PROCESS, RequestedRows((), ())), drawing)):
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "_sampled_pass", SimpleNamespace(get=lambda: drawing))
             sampled, captured = sample_from_probs(
                 sglang_sampler.Sampler._sample_from_probs,
                 SimpleNamespace(),
@@ -102,8 +101,19 @@ def draw(monkeypatch: pytest.MonkeyPatch, probs: torch.Tensor) -> Any:
     return run
 
 
-def sets_of(drawing: Drawing, probs: torch.Tensor, sampled: torch.Tensor) -> list[set[int]]:
-    found = drawing.sets(PROCESS, probs.log(), sampled)
+def drawing_of(rows: tuple[int, ...], greedy: frozenset[int] = frozenset()) -> ForwardPass:
+    """Return a pass of four rows, of which some ask for what the sampler could draw."""
+    return ForwardPass(RequestedRows(tuple("abcd"), (0.0,) * 4, rows, greedy))
+
+
+def extracted(drawing: ForwardPass, logprobs: torch.Tensor, sampled: torch.Tensor) -> ExtractedSets:
+    sets = drawing.extract(logprobs, sampled, "7").drawn
+    assert isinstance(sets, ExtractedSets)
+    return sets
+
+
+def sets_of(drawing: ForwardPass, probs: torch.Tensor, sampled: torch.Tensor) -> list[set[int]]:
+    found = extracted(drawing, probs.log(), sampled)
     assert not found.problems
     bounds = found.offsets.tolist()
     return [set(found.token_ids[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
@@ -111,7 +121,7 @@ def sets_of(drawing: Drawing, probs: torch.Tensor, sampled: torch.Tensor) -> lis
 
 @pytest.mark.parametrize("top_ks", [TOP_KS, [5, 12, 1, 9]], ids=["all of a row", "the highest alone"])
 def test_sets_are_the_filters_of_the_rows_that_ask(draw: Any, probs: torch.Tensor, top_ks: list[int]) -> None:
-    drawing = Drawing((0, 1, 3), frozenset())
+    drawing = drawing_of((0, 1, 3))
     sampled, captured, width = draw(drawing, top_ks=top_ks)
     assert captured is None  # SGLang did not ask for a mask
     assert width == (12 if top_ks is not TOP_KS and RANKS_ONLY_TOP_K else VOCAB)
@@ -123,7 +133,7 @@ def test_the_token_is_that_of_sglang_alone(draw: Any, probs: torch.Tensor) -> No
     """Each rank draws by itself, so a request for sets must not change the drawn token."""
     for top_ks in (TOP_KS, [5, 12, 1, 9]):
         drawn = []
-        for drawing in (None, Drawing((0, 1, 2, 3), frozenset()), Drawing((2,), frozenset({2}))):
+        for drawing in (None, drawing_of((0, 1, 2, 3)), drawing_of((2,), frozenset({2}))):
             torch.manual_seed(7)
             drawn.append(torch.stack([draw(drawing, top_ks=top_ks)[0] for _ in range(50)]))
         assert torch.equal(drawn[0], drawn[1])
@@ -133,7 +143,7 @@ def test_the_token_is_that_of_sglang_alone(draw: Any, probs: torch.Tensor) -> No
 @pytest.mark.parametrize("top_ks", [TOP_KS, [5, 12, 1, 9]])
 def test_sglangs_own_mask_is_what_it_would_have_been(draw: Any, top_ks: list[int]) -> None:
     _, alone, _ = draw(None, native=[1, 3], top_ks=top_ks)
-    sampled, beside, width = draw(Drawing((0, 1), frozenset()), native=[1, 3], top_ks=top_ks)
+    sampled, beside, width = draw(drawing_of((0, 1)), native=[1, 3], top_ks=top_ks)
     assert beside.batch_rows.tolist() == [1, 3]
     assert torch.equal(alone.weights[:, :width], beside.weights)
     assert torch.equal(alone.token_ids[:, :width], beside.token_ids)
@@ -142,22 +152,22 @@ def test_sglangs_own_mask_is_what_it_would_have_been(draw: Any, top_ks: list[int
 
 
 def test_without_filters_every_token_can_be_drawn(draw: Any, probs: torch.Tensor) -> None:
-    drawing = Drawing((2,), frozenset())
+    drawing = drawing_of((2,))
     sampled, _, _ = draw(drawing, simple=True)
     assert sets_of(drawing, probs, sampled) == [set(range(VOCAB))]
 
 
 def test_a_greedy_rows_set_is_its_token(draw: Any, probs: torch.Tensor) -> None:
-    drawing = Drawing((1, 2), frozenset({2}))
+    drawing = drawing_of((1, 2), frozenset({2}))
     sampled, _, _ = draw(drawing)
     assert sets_of(drawing, probs, sampled)[1] == {int(probs[2].argmax())}
     # The whole batch is greedy, so SGLang takes the highest logits and computes no probabilities.
-    alone = Drawing((0, 2), frozenset({0, 2}))
+    alone = drawing_of((0, 2), frozenset({0, 2}))
     assert sets_of(alone, probs, probs.argmax(1)) == [{int(probs[0].argmax())}, {int(probs[2].argmax())}]
 
 
 def test_a_way_of_sampling_that_shows_no_weights_is_told(probs: torch.Tensor) -> None:
-    found = Drawing((0, 2), frozenset({2})).sets(PROCESS, probs.log(), probs.argmax(1))
+    found = drawing_of((0, 2), frozenset({2})).extract(probs.log(), probs.argmax(1), "7")
     assert list(found.problems) == [0]
     assert "does not show what it could have drawn" in found.problems[0]
 
@@ -165,7 +175,7 @@ def test_a_way_of_sampling_that_shows_no_weights_is_told(probs: torch.Tensor) ->
 def test_ties_fall_as_the_sampler_cuts_them(draw: Any, probs: torch.Tensor) -> None:
     """SGLang's torch sampler keeps exactly top_k tokens, so only some of a tie. The set has only those."""
     probs[:] = torch.full((VOCAB,), 1 / VOCAB)
-    drawing = Drawing((0, 3), frozenset())
+    drawing = drawing_of((0, 3))
     tokens = torch.stack([draw(drawing, top_ks=[5, 12, 1, 9], top_ps=[1.0] * 4)[0] for _ in range(400)])
     first, last = sets_of(drawing, probs, tokens[-1])
     assert (len(first), len(last)) == (5, 9)
@@ -174,11 +184,11 @@ def test_ties_fall_as_the_sampler_cuts_them(draw: Any, probs: torch.Tensor) -> N
 
 
 def test_a_row_that_cannot_be_exact_fails_alone(draw: Any, probs: torch.Tensor) -> None:
-    drawing = Drawing((0, 1), frozenset())
+    drawing = drawing_of((0, 1))
     sampled, _, _ = draw(drawing)
     logprobs = probs.log()
     logprobs[0] = torch.nan
-    found = drawing.sets(PROCESS, logprobs, sampled)
+    found = extracted(drawing, logprobs, sampled)
     assert list(found.problems) == [0]
     sizes = found.offsets.diff().tolist()
     assert sizes[0] == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import prefix_cache_per_weights
-from sglang_topp_patches.scheduler.prefix_cache_per_weights import PrefixCache, weights_of
+from sglang_topp_patches.scheduler import prefix_cache
+from sglang_topp_patches.scheduler.prefix_cache import PrefixCache, weights_of
 
 TREE_CACHE = object()
 
@@ -24,9 +24,7 @@ class Req:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> PrefixCache:
-    monkeypatch.setattr(
-        prefix_cache_per_weights, "internals", lambda: SimpleNamespace(weight_version=lambda: "7")
-    )
+    monkeypatch.setattr(prefix_cache, "internals", lambda: SimpleNamespace(weight_version=lambda: "7"))
     return PrefixCache()
 
 
@@ -67,7 +65,7 @@ def test_a_callers_own_key_stays(cache: PrefixCache) -> None:
 
 def test_a_request_that_waits_gets_that_of_its_prefill(cache: PrefixCache) -> None:
     waits = admitted(cache, extra_key="mine")
-    assert weights_of(waits) == prefix_cache_per_weights.Weights(0, "7")
+    assert weights_of(waits) == prefix_cache.Weights(0, "7")
     for _ in range(2):
         cache.note_push(None)
         cache.choose_namespace(waits, TREE_CACHE)

@@ -12,17 +12,11 @@ import pytest
 import torch
 
 from sglang_topp_patches.compat.releases import Feature, internals, refused
-from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
-from sglang_topp_patches.scheduler.extract_prompt_sets import PromptSets
-from sglang_topp_patches.scheduler.extraction import extract, extract_support
-from sglang_topp_patches.scheduler.pipeline_parallel import (
-    PassSets,
-    add_to_stage_output,
-    take_from_stage_output,
-)
-from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.requested_rows import RequestedRows
+from sglang_topp_patches.scheduler.pipeline import add_to_stage_output, take_from_stage_output
+from sglang_topp_patches.scheduler.prefix_cache import Weights
+from sglang_topp_patches.scheduler.prompts import PromptSets
+from sglang_topp_patches.scheduler.sets import extract
+from sglang_topp_patches.scheduler.step import ForwardPass, PassSets, RequestedRows
 
 if reason := refused(Feature.PIPELINE):
     pytest.skip(f"refused on this SGLang: {reason}", allow_module_level=True)
@@ -32,7 +26,6 @@ from sglang.srt.sampling.sampling_observer_pp import (
     pop_auxiliary_output_from_pp_tensors,
 )
 
-PROCESS = SchedulerProcess()
 VOCAB = 32
 
 
@@ -43,18 +36,15 @@ def sets() -> PassSets:
     logprobs[6, 4] = torch.nan
     ids = torch.arange(8)
     chunks = tuple(
-        extract(PROCESS, logprobs[rows], [0.9] * len(ids[rows]), ids[rows])
-        for rows in (slice(0, 2), slice(2, 5))
+        extract(logprobs[rows], [0.9] * len(ids[rows]), ids[rows]) for rows in (slice(0, 2), slice(2, 5))
     )
-    prompt = PromptSets(("a", "b", "c"), (0.9, 0.9, 0.0), (3, 2, 0), chunks, Weights(0, "7"), {1: True})
-    thresholds = (0.9, 0.9, 0.0)
-    generated = extract(PROCESS, logprobs[5:], thresholds, ids[5:])
-    assert list(generated.problems) == [1]
-    drawn = extract_support(
-        PROCESS, logprobs[7:], torch.tensor([0]), torch.ones(1, VOCAB).bool(), None, ids[7:]
-    )
-    rows = RequestedRows(("a", "b", "c"), thresholds, drawn=(2,), greedy=frozenset())
-    return PassSets((prompt, GeneratedSets(rows, generated, "default", drawn)))
+    rows = RequestedRows(("a", "b", "c"), (0.9, 0.9, 0.0), drawn=(2,))
+    prompt = PromptSets(rows, (3, 2, 0), chunks, Weights(0, "7"), {1: ("why", 413)})
+    generated = ForwardPass(rows, weights=torch.ones(1, VOCAB)).extract(logprobs[5:], ids[5:], "default")
+    assert generated.sets is not None
+    assert generated.drawn is not None
+    assert list(generated.sets.on_host().problems) == [1]
+    return PassSets((prompt, generated))
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ def send(monkeypatch: pytest.MonkeyPatch, output: Any, num_ranks: int) -> dict[s
     parallel = SimpleNamespace(attn_tp_size=num_ranks)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
     tensors: dict[str, Any] = {"next_token_ids": torch.arange(3)}
-    add_to_stage_output(PROCESS, add_auxiliary_output_to_pp_tensors, tensors, output)
+    add_to_stage_output(add_auxiliary_output_to_pp_tensors, tensors, output)
     return {
         key: value if torch.is_tensor(value) else pickle.loads(pickle.dumps(value))
         for key, value in tensors.items()
@@ -108,7 +98,7 @@ def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: PassSets, num_
     tensors = send(monkeypatch, sets, num_ranks)
     # SGLang splits tensors among tensor-parallel ranks, but only one of them has sets.
     ours = [value for key, value in tensors.items() if key.startswith("sglang_topp.")]
-    assert len(ours) == 12
+    assert len(ours) == 13
     assert all(num_ranks == 1 or len(tensor) % num_ranks for tensor in ours)
     arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, None)
     assert same(arrived, sets)

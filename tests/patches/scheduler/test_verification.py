@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.releases import Feature
-from sglang_topp_patches.scheduler import customized_info, speculative_verification
+from sglang_topp_patches.scheduler import requests, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.set_buffer import KEY, PackedSet
 from tests.skip_missing_features import skip_without
 from tests.speculative.run_eagle_sample import (
     CHAIN,
-    PROCESS,
     TREE,
     Tree,
     Verified,
@@ -40,7 +39,7 @@ BOTH = pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 
 @pytest.fixture(autouse=True)
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
+    monkeypatch.setattr(requests, "refuse_too_many", lambda req: None)
 
 
 def logits_of(count: int, tree: Tree, seed: int = 0) -> Tensor:
@@ -207,8 +206,8 @@ def test_only_committed_tokens_get_sets(counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("committed", "problem"),
     [
-        ((1, 8, 3), "position 1: token 8 became visible, and verification drew 2"),
-        ((1, 2, 3, 4, 9, 7), "position 5: a token became visible without being verified"),
+        ((1, 8, 3), "position 1: token 8 became visible, and 2 was drawn"),
+        ((1, 2, 3, 4, 9, 7), "position 5: a token became visible without being drawn"),
     ],
 )
 def test_committed_tokens_are_the_drawn_ones(committed: tuple[int, ...], problem: str) -> None:
@@ -224,16 +223,15 @@ def test_rows_that_moved_are_errors() -> None:
     verified = one_verification()
     verified.reqs[0].rid = "another"
     commit(verified)
-    assert problem_of(verified, 0).endswith("position 0: row 0 was verified for request a")
+    assert problem_of(verified, 0).endswith("position 0: row 0 was drawn for request a")
 
 
 def test_tokens_of_another_verification_get_nothing() -> None:
     """SGLang's DFlash workers report log-probs through the same function, of tokens that they drew."""
     output = SimpleNamespace(next_token_logits=torch.zeros(5, VOCAB), auxiliary_device_output=None)
-    setattr(output, speculative_verification._FIELD, None)
+    setattr(output, verification._FIELD, None)
     calls = []
-    speculative_verification.compute_logprobs(
-        PROCESS,
+    verification.compute_logprobs(
         lambda *args, **_: calls.append(args),
         SimpleNamespace(),
         output,

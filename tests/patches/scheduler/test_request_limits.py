@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
+from sglang_topp_patches import memory
 from sglang_topp_patches.memory import Budget
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.request_budget import (
+from sglang_topp_patches.scheduler import requests
+from sglang_topp_patches.scheduler.requests import (
+    SchedulerProcess,
+    add_sets,
     admit,
     buffer_of,
-    charge,
-    end_without_set,
     forget_aborted,
     is_refused,
+    refuse,
 )
+from sglang_topp_patches.scheduler.step import trim_after_sending
 from sglang_topp_patches.set_buffer import PackedSet, Problem
 
 PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
@@ -64,17 +66,18 @@ class Request:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> SchedulerProcess:
-    monkeypatch.setattr(request_budget, "budget", lambda: Budget(60, 100))
+    monkeypatch.setattr(requests, "budget", lambda: Budget(60, 100))
     return SchedulerProcess()
 
 
 def test_a_sample_ends_beyond_its_limit_and_says_what_fits(process: SchedulerProcess) -> None:
     req = Request()
     admit(req, process)
-    for _ in range(6):
-        charge(req, 10)
+    for index in range(6):
+        add_sets(req, index, [packed(10)], "7")
+        buffer_of(req)[0 : index + 1]  # what was sent counts too
     assert not is_refused(req)
-    charge(req, 10)
+    add_sets(req, 6, [packed(10)], "7")
     word = req.word()
     assert (word.status, word.is_refusal) == (413, True)
     assert "got 70 candidates at 7 positions, expected at most 60" in word.text
@@ -89,8 +92,8 @@ def test_lists_count_more() -> None:
     per_sample = Budget(60, 100).max_candidates_per_sample
     attach(req := Request(), SetsRequest(threshold=0.9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_budget, "budget", lambda: Budget(per_sample, 100))
-        charge(req, 4)
+        patch.setattr(requests, "budget", lambda: Budget(per_sample, 100))
+        add_sets(req, 0, [packed(4)], "7")
     assert req.word().status == 413
 
 
@@ -106,7 +109,7 @@ def test_what_is_not_sent_is_counted_and_nothing_else(process: SchedulerProcess)
     assert process.candidates_in_flight == 3 * 35 + 20
     buffer_of(whole)[0:2]
     assert process.candidates_in_flight == 2 * 35 + 20
-    request_budget.refuse(refused, "why", 503)
+    refuse(refused, "why", 503)
     assert process.candidates_in_flight == 35 + 20
     del dropped, reqs, req
     assert process.candidates_in_flight == 20
@@ -134,13 +137,13 @@ def test_memory_goes_back_to_the_system_after_large_sets(
     process: SchedulerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(process.trimmer, "trim_soon", lambda: trims.append(buffer_of(req).num_candidates))
-    monkeypatch.setattr(request_budget, "budget", lambda: Budget(1 << 30, 1 << 30))
+    monkeypatch.setattr(memory.trimmer, "trim_soon", lambda: trims.append(buffer_of(req).num_candidates))
     for size in (1 << 20, 1 << 21):
         admit(req := Request(), process)
-        charge(req, size)
+        req.hold([size])
+        buffer_of(req)[0:1]
         for req.finished_output in (False, True):
-            extract_generated_sets.trim_after_sending(process, None, None, [req], True)
+            trim_after_sending(None, None, [req], True)
     assert trims == [1 << 21]
 
 
@@ -162,6 +165,6 @@ def test_a_request_that_sglang_drops_is_not_left_to_the_collector(process: Sched
 
 def test_a_request_without_a_set_is_sent_at_once() -> None:
     req = Request()
-    end_without_set(req, "why")
+    refuse(req, "why")
     assert (req.word().text, req.word().is_refusal) == ("why", False)
     assert (req.stream, req.stream_interval) == (True, 1)

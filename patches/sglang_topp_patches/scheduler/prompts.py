@@ -18,38 +18,36 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
-from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
-from sglang_topp_patches.scheduler.extraction import Sets, extract
-from sglang_topp_patches.scheduler.gpu_staging import StagedSets
-from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
-from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights, weights_of
-from sglang_topp_patches.scheduler.request_budget import (
+from sglang_topp_patches.scheduler.prefix_cache import Weights, weights_of
+from sglang_topp_patches.scheduler.requests import (
+    SchedulerProcess,
     buffer_of,
-    charge,
-    end_without_set,
     is_refused,
     refuse,
+    refuse_too_many,
 )
-from sglang_topp_patches.scheduler.requested_rows import ForwardPass, forward_pass_of
-from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
+from sglang_topp_patches.scheduler.sets import ExtractedSets, Sets, StagedSets, extract
+from sglang_topp_patches.scheduler.step import PassSets, RequestedRows, forward_pass_of
+from sglang_topp_patches.set_buffer import KEY, PackedSets, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
 _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
-_OBSERVER = "sglang_topp_observer"
+_EXTRACTION = "sglang_topp_prompts"
 
 __all__ = [
     "CALLED",
-    "PassExtraction",
+    "PromptExtraction",
     "PromptSets",
     "compute_logprobs_only",
+    "extract_chunk",
     "forget_rows",
     "forward",
-    "observe_logits",
     "process_by_chunk",
     "process_whole",
 ]
@@ -67,13 +65,18 @@ CALLED = (
 )
 
 
-@around("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", since="0.5.16")
+@around(
+    "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward",
+    since="0.5.16",
+    state=SchedulerProcess,
+)
 def forward(
+    process: SchedulerProcess,
     original: Callable[..., Any],
     self: Any,
     *,
-    input_logprob_indices: torch.Tensor,
-    get_logits_fn: Callable[..., torch.Tensor],
+    input_logprob_indices: Tensor,
+    get_logits_fn: Callable[..., Tensor],
     logits_metadata: Any,
     **kwargs: Any,
 ) -> Any:
@@ -82,128 +85,81 @@ def forward(
     SGLang passes all arguments of the hooked function by keyword.
     """
     kwargs |= {"input_logprob_indices": input_logprob_indices, "logits_metadata": logits_metadata}
-    observer = _observer_of(self, logits_metadata, input_logprob_indices)
-    if observer is None:
+    extraction = _begin(process, self, logits_metadata, input_logprob_indices)
+    if extraction is None:
         return original(self, get_logits_fn=get_logits_fn, **kwargs)
 
-    def get_logits_observed(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        logits = get_logits_fn(states, *args, **options)
-        observer.add(logits)
+    def get_logits(*args: Any, **options: Any) -> Tensor:
+        logits = get_logits_fn(*args, **options)
+        extraction.extract(logits)
         return logits
 
-    result = original(self, get_logits_fn=get_logits_observed, **kwargs)
-    observer.finish()
+    result = original(self, get_logits_fn=get_logits, **kwargs)
+    extraction.finish()
     return result
 
 
-@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs", until="0.5.16")
+@around(
+    "sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs",
+    until="0.5.16",
+    state=SchedulerProcess,
+)
 def process_whole(
-    original: Callable[..., Any], self: Any, input_logits: torch.Tensor, logits_metadata: Any
+    process: SchedulerProcess,
+    original: Callable[..., Any],
+    self: Any,
+    input_logits: Tensor,
+    logits_metadata: Any,
 ) -> Any:
     """Extract all prompt sets of a pass together."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
-    observer = _observer_of(self, logits_metadata, rows)
-    if observer is not None:
-        observer.add(input_logits)
-        observer.finish()
+    extraction = _begin(process, self, logits_metadata, rows)
+    if extraction is not None:
+        extraction.extract(input_logits)
+        extraction.finish()
     return original(self, input_logits, logits_metadata)
 
 
-@around("sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs_by_chunk", until="0.5.16")
+@around(
+    "sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs_by_chunk",
+    until="0.5.16",
+    state=SchedulerProcess,
+)
 def process_by_chunk(
+    process: SchedulerProcess,
     original: Callable[..., Any],
     self: Any,
-    pruned_states: torch.Tensor,
-    sample_indices: torch.Tensor,
-    input_logprob_indices: torch.Tensor,
+    pruned_states: Tensor,
+    sample_indices: Tensor,
+    input_logprob_indices: Tensor,
     token_to_seq_idx: list[int],
     lm_head: Any,
     logits_metadata: Any,
 ) -> Any:
     """Extract prompt sets in chunks."""
-    observer = _observer_of(self, logits_metadata, input_logprob_indices)
-    setattr(self, _OBSERVER, observer)
+    extraction = _begin(process, self, logits_metadata, input_logprob_indices)
+    setattr(self, _EXTRACTION, extraction)
+    arguments = (pruned_states, sample_indices, input_logprob_indices, token_to_seq_idx, lm_head)
     try:
-        result = original(
-            self,
-            pruned_states,
-            sample_indices,
-            input_logprob_indices,
-            token_to_seq_idx,
-            lm_head,
-            logits_metadata,
-        )
+        result = original(self, *arguments, logits_metadata)
     finally:
-        setattr(self, _OBSERVER, None)
-    if observer is not None:
-        observer.finish()
+        setattr(self, _EXTRACTION, None)
+    if extraction is not None:
+        extraction.finish()
     return result
 
 
 @after("sglang.srt.layers.logits_processor.LogitsProcessor._get_logits", until="0.5.16")
-def observe_logits(result: torch.Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
+def extract_chunk(result: Tensor, self: Any, *args: Any, **kwargs: Any) -> None:
     """Extract the prompt sets from a chunk of logits."""
-    if (observer := getattr(self, _OBSERVER, None)) is not None:
-        observer.add(result)
+    if (extraction := getattr(self, _EXTRACTION, None)) is not None:
+        extraction.extract(result)
 
 
-class _Observer:
-    """The extractor of the prompt sets of one forward pass.
-
-    The hooks call `add` for each chunk of logits right after SGLang has computed the chunk. After the last
-    chunk, the hooks call `finish`.
-    """
-
-    def __init__(
-        self, processor: Any, metadata: Any, forward_pass: ForwardPass, indices: torch.Tensor
-    ) -> None:
-        self._processor, self._pass = processor, forward_pass
-        self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
-        self._next_ids = metadata.extend_input_logprob_token_ids_gpu
-        self._counts = metadata.extend_logprob_pruned_lens_cpu
-        in_flight = forward_pass.process.candidates_in_flight
-        self._extraction = PassExtraction(in_flight, forward_pass.rows.thresholds, self._counts)
-        self._position = 0
-
-    def add(self, logits: torch.Tensor) -> None:
-        """Extract the sets of the next rows of the pass.
-
-        Args:
-            logits: float [rows, V], the next rows of the pass, after the rows of the previous call. A row
-                that scores no prompt token gets no set.
-        """
-        extraction, position = self._extraction, self._position
-        self._position += len(logits)
-        first, last = bisect_left(self._scored, position), bisect_left(self._scored, self._position)
-        at_once = max(1, _VALUES_AT_ONCE // logits.shape[1])
-        for start in range(first, last, at_once):
-            stop = min(start + at_once, last)
-            thresholds = extraction.thresholds[start:stop].tolist()
-            if any(thresholds):
-                scored = logits[self._indices[start:stop] - position]
-                logprobs = internals().input_logprobs(self._processor, scored)
-                extraction.add(extract(self._pass.process, logprobs, thresholds, self._next_ids[start:stop]))
-            else:
-                extraction.add(_no_sets(stop - start, logits.device))
-
-    def finish(self) -> None:
-        """Store the prompt sets in the `ForwardPass` object, the hooks' record of this forward pass.
-
-        A later hook (`sample` or `compute_logprobs_only`) attaches the sets to the pass's output.
-        """
-        rows, extraction = self._pass.rows, self._extraction
-        self._pass.prompt = PromptSets(
-            rows.request_ids,
-            rows.thresholds,
-            tuple(self._counts),
-            tuple(extraction.chunks),
-            self._pass.process.prefix_cache.current_weights(),
-            extraction.refused,
-        )
-
-
-def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Observer | None:
-    """Return a new `_Observer`, or None if no request of the pass has a threshold (`top_logprobs_p`).
+def _begin(
+    process: SchedulerProcess, processor: Any, metadata: Any, indices: Tensor
+) -> PromptExtraction | None:
+    """Begin to extract the prompt sets of a pass, or return None if no request of it has a threshold.
 
     A request for the sets of tokens that the sampler could draw (`top_logprobs_source: "sampler"`) has no
     threshold, so its prompt gets no sets.
@@ -211,47 +167,78 @@ def _observer_of(processor: Any, metadata: Any, indices: torch.Tensor) -> _Obser
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
         return None
-    return _Observer(processor, metadata, forward_pass, indices)
+    return PromptExtraction(process, processor, metadata, indices)
 
 
-class PassExtraction:
-    """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
+class PromptExtraction:
+    """The extraction of the prompt sets of one forward pass.
+
+    The hooks call `extract` for each chunk of logits right after SGLang has computed the chunk. After the
+    last chunk, the hooks call `finish`.
 
     At p = 1, the prompt sets of one forward pass may hold more candidates than any device can store. So this
-    class checks the limits (`memory`) during the pass. A prompt that exceeds the limit per sample gets
-    no more sets. Once the scheduler holds more candidates than fit, neither do the prompts that are not
+    class checks the limits (`memory`) during the pass. A prompt that exceeds the limit per sample gets no
+    more sets. Once the scheduler holds more candidates than fit, neither do the prompts that are not
     completely extracted yet.
 
     Attributes:
         thresholds: float64, one for each scored row of the pass; 0 if the row gets no set.
         chunks: the prompt sets of the pass, in the order of the rows.
-        refused: the HTTP status and the message of each request that gets an error instead of sets, by the
+        refused: the message and the HTTP status of each request that gets an error instead of sets, by the
             request's index.
     """
 
-    def __init__(self, in_flight: int, thresholds: Sequence[float], counts: Sequence[int]) -> None:
+    def __init__(self, process: SchedulerProcess, processor: Any, metadata: Any, indices: Tensor) -> None:
         """Begin a pass.
 
         Args:
-            in_flight: the number of candidates that the scheduler holds before the pass.
-            thresholds: each request's threshold p; 0 if the request gets no prompt sets.
-            counts: the number of scored rows of each request.
+            process: the state of this scheduler process.
+            processor: SGLang's object that computes log-probs (`Internals.input_logprobs`).
+            metadata: SGLang's `LogitsMetadata` of the pass, with a `ForwardPass`.
+            indices: int64, the indices of the logits rows that score prompt tokens, ascending.
         """
-        self._in_flight = in_flight
-        self._owners = np.repeat(np.arange(len(counts)), counts)
-        self._candidates = np.zeros(len(counts), np.int64)
-        self.thresholds = np.repeat(np.array(thresholds, np.float64), counts)
+        forward_pass = forward_pass_of(metadata.top_logprobs_nums)
+        assert forward_pass is not None
+        self._process, self._processor, self._pass = process, processor, forward_pass
+        self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
+        self._next_ids = metadata.extend_input_logprob_token_ids_gpu
+        self._counts = tuple(metadata.extend_logprob_pruned_lens_cpu)
+        self._in_flight = process.candidates_in_flight
+        self._owners = np.repeat(np.arange(len(self._counts)), self._counts)
+        self._candidates = np.zeros(len(self._counts), np.int64)
+        self.thresholds = np.repeat(np.array(forward_pass.rows.thresholds, np.float64), self._counts)
         self.chunks: list[Sets] = []
-        self.refused: dict[int, tuple[HTTPStatus, str]] = {}
-        self._num_rows = self._num_settled = 0
+        self.refused: dict[int, tuple[str, HTTPStatus]] = {}
+        self._position = self._num_rows = self._num_settled = 0
+
+    def extract(self, logits: Tensor) -> None:
+        """Extract the sets of the next rows of the pass.
+
+        Args:
+            logits: float [rows, V], the next rows of the pass, after the rows of the previous call. A row
+                that scores no prompt token gets no set.
+        """
+        position = self._position
+        self._position += len(logits)
+        first, last = bisect_left(self._scored, position), bisect_left(self._scored, self._position)
+        at_once = max(1, _VALUES_AT_ONCE // logits.shape[1])
+        for start in range(first, last, at_once):
+            stop = min(start + at_once, last)
+            thresholds = self.thresholds[start:stop].tolist()
+            if any(thresholds):
+                scored = logits[self._indices[start:stop] - position]
+                logprobs = internals().input_logprobs(self._processor, scored)
+                self.add(extract(logprobs, thresholds, self._next_ids[start:stop].clone()))
+            else:
+                self.add(_no_sets(stop - start, logits.device))
 
     def add(self, chunk: Sets) -> None:
         """Append `chunk`, the sets of the scored rows that follow the previous chunk in the forward pass.
 
-        A chunk may be in a staging area, a GPU buffer of fixed size (`scheduler.gpu_staging`). Such a chunk
-        keeps its log-probs in GPU memory until the host reads the chunk. To limit this memory, `add` leaves
-        at most two chunks in staging areas. From the third chunk on, the host waits for the oldest chunk
-        while the GPU computes the newest. If a pass has at most two chunks, `add` never waits for the GPU.
+        A chunk may be in a staging area, a GPU buffer of fixed size. Such a chunk keeps its log-probs in GPU
+        memory until the host reads the chunk. To limit this memory, `add` leaves at most two chunks in
+        staging areas. From the third chunk on, the host waits for the oldest chunk while the GPU computes the
+        newest. If a pass has at most two chunks, `add` never waits for the GPU.
 
         `add` checks a chunk's candidates against the limits only after the host has read the chunk. Later,
         `PromptSets.consume` counts the candidates of all chunks, and checks the limits again.
@@ -273,10 +260,10 @@ class PassExtraction:
             np.add.at(self._candidates, self._owners[self._num_rows :][:num_rows], sizes)
             limits, total = budget(), int(self._candidates.sum())
             for owner in np.flatnonzero(self._candidates > limits.max_candidates_per_sample):
-                self._refuse(int(owner), HTTPStatus.REQUEST_ENTITY_TOO_LARGE, prompt_refusal(limits))
+                self._refuse(int(owner), prompt_refusal(limits), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             if busy := busy_refusal(self._in_flight + total, limits.max_candidates_in_flight):
                 for owner in np.unique(self._owners[self._num_rows + num_rows :]):
-                    self._refuse(int(owner), HTTPStatus.TOO_MANY_REQUESTS, busy)
+                    self._refuse(int(owner), busy, HTTPStatus.TOO_MANY_REQUESTS)
             if total > _VALUES_AT_ONCE:
                 # Move the sets to the host, because the device may have less memory than the host. The limits
                 # on candidates are derived from the host's memory.
@@ -284,9 +271,22 @@ class PassExtraction:
         self._num_rows += num_rows
         return chunk
 
-    def _refuse(self, owner: int, status: HTTPStatus, reason: str) -> None:
-        self.refused.setdefault(owner, (status, reason))
+    def _refuse(self, owner: int, reason: str, status: HTTPStatus) -> None:
+        self.refused.setdefault(owner, (reason, status))
         self.thresholds[self._owners == owner] = 0
+
+    def finish(self) -> None:
+        """Store the prompt sets in the `ForwardPass`.
+
+        A later hook (`step.sample` or `compute_logprobs_only`) attaches the sets to the pass's output.
+        """
+        self._pass.prompt = PromptSets(
+            self._pass.rows,
+            self._counts,
+            tuple(self.chunks),
+            self._process.prefix_cache.current_weights(),
+            self.refused,
+        )
 
 
 @around("sglang.srt.model_executor.model_runner.ModelRunner.compute_logprobs_only")
@@ -320,8 +320,7 @@ def forget_rows(result: None, self: Any) -> None:
     if buffer is None or buffer.problem is not None:
         return
     if not buffer.end:
-        rows = buffer.prompt.take(len(buffer.prompt))
-        charge(self, -rows.num_candidates, -len(rows))
+        buffer.prompt = PackedSets()
     elif self.input_embeds is not None:
         refuse(
             self,
@@ -336,51 +335,41 @@ class PromptSets:
     """The prompt sets of one forward pass, first on the device and later on the host.
 
     Attributes:
-        request_ids: the ids of the pass's requests.
-        thresholds: each request's threshold p (`top_logprobs_p`); 0 if the request has none.
+        rows: the requests of the pass, and their thresholds.
         counts: for each request, the number of prompt positions that the pass scores.
         chunks: the sets of all scored prompt positions, request after request, split into chunks.
         weights: the weights with which the pass ran.
-        refused: the requests that get an error instead of sets, as in `PassExtraction`.
+        refused: the requests that get an error instead of sets, as in `PromptExtraction`.
     """
 
-    request_ids: tuple[str, ...]
-    thresholds: tuple[float, ...]
+    rows: RequestedRows
     counts: tuple[int, ...]
     chunks: tuple[Sets, ...]
     weights: Weights
-    refused: Mapping[int, tuple[HTTPStatus, str]] = field(default_factory=dict)
+    refused: Mapping[int, tuple[str, HTTPStatus]] = field(default_factory=dict)
 
-    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> PromptSets:
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> PromptSets:
         """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
         return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
 
     def settled(self) -> PromptSets:
-        """Return a copy of this object in which no set is in a staging area (`scheduler.gpu_staging`).
-
-        If some sets are in a staging area, this method waits for the device. If a set did not fit into the
-        staging area, this method extracts the set again.
-        """
+        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
         return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Append the sets of each request's scored positions to the request's `customized_info`."""
-        packed: list[PackedSet | str] = []
-        for chunk in (each.on_host() for each in self.chunks):
-            packed += [chunk.problems.get(row) or each for row, each in enumerate(chunk.packed_sets())]
+        """Append the sets of each request's scored positions to the request's `SetBuffer`."""
+        packed = [each for chunk in self.chunks for each in chunk.on_host().packed_sets()]
         start = 0
-        for row, (req, request_id, p, count) in enumerate(
-            zip(batch.reqs, self.request_ids, self.thresholds, self.counts, strict=False)
-        ):
+        for row, (req, count) in enumerate(zip(batch.reqs, self.counts, strict=False)):
             own = packed[start : start + count]
             start += count
             # Skip a request that SGLang has retracted since the pass began, because SGLang scores the prompt
             # of a retracted request again.
-            if not p or not own or req.rid != request_id or req.is_retracted or is_refused(req):
+            is_moved = req.rid != self.rows.request_ids[row] or req.is_retracted
+            if not self.rows.thresholds[row] or not own or is_moved or is_refused(req):
                 continue
             if row in self.refused:
-                status, reason = self.refused[row]
-                refuse(req, reason, status)
+                refuse(req, *self.refused[row])
                 continue
             buffer = buffer_of(req)
             # If a request has an output token's set, earlier passes already added all sets of the request's
@@ -399,18 +388,17 @@ class PromptSets:
                 )
                 continue
             buffer.prompt_version = self.weights.version
-            position, candidates = req.logprob_start_len + len(buffer.prompt), 0
-            for each in own:
-                one = each if _scores_token(req, position) else None
-                if isinstance(one, str):
+            for position, one in enumerate(own, req.logprob_start_len + len(buffer.prompt)):
+                if not _scores_token(req, position):
+                    buffer.prompt.append(None)
+                elif isinstance(one, str):
                     index = position - req.logprob_start_len + 1
-                    end_without_set(req, f"no candidate set at prompt position {index}: {one}")
+                    refuse(req, f"no candidate set at prompt position {index}: {one}")
                     break
-                buffer.prompt.append(one)
-                candidates += len(one[0]) // 4 if one else 0
-                position += 1
+                else:
+                    buffer.prompt.append(one)
             else:
-                charge(req, candidates, len(own))
+                refuse_too_many(req)
 
 
 def _scores_token(req: Any, position: int) -> bool:

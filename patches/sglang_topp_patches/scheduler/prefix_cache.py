@@ -10,7 +10,7 @@ From a weight push until the next flush of the cache, each scored prompt uses a 
 `extra_key`) for the current weights. Prompts that are scored with the same weights still share cached
 prefixes.
 
-With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `extract_prompt_sets`
+With chunked prefill, later chunks of a prompt attend to the KV of earlier chunks. So `prompts`
 ends a request with an error if weights are pushed during the prefill of the request's prompt. `weights_of`
 identifies the weights that the engine had when a request's prefill began.
 
