@@ -53,10 +53,8 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
-from sglang_topp_client.requests.prompts import Messages
-from sglang_topp_client.requests.resume import empty_rollout
+from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
+from sglang_topp_client.resume import empty_rollout
 from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, Score, spans_from_json
 from sglang_topp_client.wire.field_checks import (
     check_kept_mass,

@@ -21,19 +21,20 @@ import numpy as np
 from sglang_topp import CandidateSets
 from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.requests.plan_generate import (
+from sglang_topp_client.requests import (
     SampleRequest,
     SamplingParams,
     TopLogprobsP,
     TopLogprobsSource,
+    one_each,
     plan,
 )
 from sglang_topp_client.rollout import ABORT, Rollout
 
 __all__ = [
     "OnAbort",
+    "OnTimeout",
     "as_finished",
-    "check_on_abort",
     "check_resumable",
     "continuation_request",
     "empty_rollout",
@@ -47,26 +48,28 @@ OnAbort: TypeAlias = Literal["raise", "return", "resume"]
 The client raises an error, returns the partial sample, or resumes the sample.
 """
 
-# Sampling parameters that change the distribution of a token. A resume request must repeat the values of
-# these parameters, so that the same parameters apply to all tokens of a rollout.
-_DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p")
+OnTimeout: TypeAlias = Literal["raise", "return"]
+
+# Sampling parameters that change the distribution of a token. They are the same for all tokens of a rollout.
+_DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "logit_bias")
 
 
-def check_on_abort(on_abort: Any) -> None:
-    """Raise InvalidInputError unless `on_abort` is one of the values in `OnAbort`."""
+def mark_interruptible(
+    wanted: Sequence[SampleRequest], on_abort: OnAbort, on_timeout: OnTimeout = "raise"
+) -> list[SampleRequest]:
+    """Return the requests, marked as interruptible if the caller, or the client, takes partial samples.
+
+    Raises:
+        InvalidInputError: `on_abort` or `on_timeout` is none of its values, or `on_abort` is `"resume"` and a
+            sampling parameter does not allow an exact resume.
+    """
     if not isinstance(on_abort, str) or on_abort not in get_args(OnAbort):
         raise InvalidInputError(
             f"on_abort: got {describe(on_abort)}, expected 'raise', 'return', or 'resume'"
         )
-
-
-def mark_interruptible(wanted: Sequence[SampleRequest], on_abort: OnAbort) -> list[SampleRequest]:
-    """Return the requests, marked as interruptible unless `on_abort` is `"raise"`.
-
-    Raises:
-        InvalidInputError: a sampling parameter does not allow an exact resume, and `on_abort` is `"resume"`.
-    """
-    if on_abort == "raise":
+    if on_timeout not in ("raise", "return"):
+        raise InvalidInputError(f"on_timeout: got {describe(on_timeout)}, expected 'raise' or 'return'")
+    if on_abort == on_timeout == "raise":
         return list(wanted)
     if on_abort == "resume":
         for one in wanted:
@@ -93,7 +96,7 @@ def check_resumable(name: str, params: Mapping[str, Any]) -> None:
 
 def plan_resume(
     rollouts: Any,
-    sampling_params: SamplingParams,
+    sampling_params: SamplingParams = None,
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
 ) -> tuple[list[SampleRequest], list[Rollout]]:
@@ -101,12 +104,9 @@ def plan_resume(
 
     Args:
         rollouts: one `Rollout` or several.
-        sampling_params: the parameters that generated the rollouts; one mapping for all rollouts, or one per
-            rollout. `n` is ignored.
-        top_logprobs_p: one threshold for all rollouts, or one threshold per rollout. None or 0 stands for
-            no threshold.
-        top_logprobs_source: one value for all rollouts, or one value per rollout. `plan_generate.plan`
-            describes the values of `top_logprobs_source`.
+        sampling_params, top_logprobs_p, top_logprobs_source: as for `AsyncRolloutClient.resume`: one value
+            for all rollouts, or one per rollout. What is None, or not in `sampling_params`, is as the rollout
+            records it.
 
     Returns:
         Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
@@ -129,10 +129,22 @@ def plan_resume(
         if not isinstance(rollout, Rollout):
             raise InvalidInputError(f"rollouts[{i}]: got {type(rollout).__name__}, expected a Rollout")
         _check_whole(f"rollouts[{i}]", rollout)
-    prompts = [rollout.prompt_ids for rollout in rollouts]
-    wanted = plan(prompts, _without_n(sampling_params), top_logprobs_p, top_logprobs_source)
+
+    def given(name: str, values: Any) -> list[Any]:
+        return one_each(name, values, len(rollouts), lambda _, one: one, per="rollout")
+
+    params = [
+        {**(rollout.sampling_params or {}), **(one or {}), "n": 1} if isinstance(one, Mapping | None) else one
+        for one, rollout in zip(given("sampling_params", sampling_params), rollouts, strict=True)
+    ]
+    thresholds = given("top_logprobs_p", top_logprobs_p)
+    sources = given("top_logprobs_source", top_logprobs_source)
+    for i, rollout in enumerate(rollouts):
+        if thresholds[i] is None and sources[i] is None:
+            thresholds[i], sources[i] = rollout.top_logprobs_p, rollout.top_logprobs_source
+    wanted = plan([rollout.prompt_ids for rollout in rollouts], params, thresholds, sources)
     for one, rollout in zip(wanted, rollouts, strict=True):
-        _check_sets(f"rollouts[{one.prompt_index}]", rollout, one)
+        _check_same(f"rollouts[{one.prompt_index}]", rollout, one)
         if rollout.turn_start < len(rollout.output_ids) and rollout.finish_reason != "stop":
             check_resumable(f"sampling_params of rollouts[{one.prompt_index}]", one.sampling_params)
     return wanted, rollouts
@@ -212,19 +224,6 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
     )
 
 
-def _without_n(params: Any) -> Any:
-    """Return the sampling parameters without `n`.
-
-    `params` may be one mapping, or a list of mappings. Any other value is returned unchanged, because `plan`
-    later checks the types.
-    """
-    if isinstance(params, Mapping):
-        return {name: value for name, value in params.items() if name != "n"}
-    if isinstance(params, list | tuple):
-        return [_without_n(one) if isinstance(one, Mapping) else one for one in params]
-    return params
-
-
 def _check_whole(name: str, rollout: Rollout) -> None:
     if not len(rollout.prompt_ids):
         raise InvalidInputError(f"{name}.prompt_ids: got none, expected at least one token")
@@ -239,12 +238,8 @@ def _check_whole(name: str, rollout: Rollout) -> None:
             raise InvalidInputError(f"{name}.{field}: got {length} for {num_tokens} output_ids")
 
 
-def _check_sets(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
-    """Raise InvalidInputError if the request asks for another kind of candidate set than the rollout has.
-
-    The request `wanted` must repeat the rollout's `top_logprobs_source`, `top_logprobs_p`, temperature,
-    top_p, top_k, and min_p.
-    """
+def _check_same(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
+    """Raise InvalidInputError if the request asks for other sets, or of another distribution."""
     if not len(rollout.output_ids):
         return
     if (rollout.candidates is None) != (wanted.top_logprobs_source is None):

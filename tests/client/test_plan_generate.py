@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_arrays_that_are_not_prompts_are_refused(prompts):
 
 
 def test_a_threshold_array_without_a_dimension_is_named():
-    with pytest.raises(InvalidInputError, match="top_logprobs_p: got ndarray, expected one value"):
+    with pytest.raises(InvalidInputError, match="top_logprobs_p: got ndarray, expected a number from 0 to 1"):
         plan([1], None, np.array(0.9))
 
 

@@ -6,8 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.requests.plan_generate import plan
-from sglang_topp_client.requests.plan_score import plan_scores
+from sglang_topp_client.requests import plan, plan_scores
 
 USER = {"role": "user", "content": "Hi"}
 TOOL_CALL = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.requests.plan_score import plan_scores
+from sglang_topp_client.requests import plan_scores
 
 
 def starts(*args, **kwargs):
@@ -63,8 +63,8 @@ def test_a_rollout_is_scored_from_its_first_generated_token(fakes):
         ([1, True], r"start\[1\]: got True, expected a position"),
         ([1, [2]], r"start\[1\]: got \[2\], expected a position"),
         ([4, 1], r"start\[0\]: got 4, expected at most 3"),
-        ({1: 1, 2: 2}, "start: got dict, expected one value, or one per sequence"),
-        (np.array(1.5), "start: got ndarray, expected one value, or one per sequence"),
+        ({1: 1, 2: 2}, "start: got {1: 1, 2: 2}, expected a position of 1 or more"),
+        (np.array(1.5), r"start: got array\(1.5\), expected a position of 1 or more"),
         (np.array([1.0, 1.0]), r"start\[0\]: got .*1.0.*, expected a position"),
     ],
 )
