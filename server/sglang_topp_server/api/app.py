@@ -30,7 +30,7 @@ from sglang_topp_server.schemas.info import EngineInfo, Info, ModelInfo, PatchIn
 from sglang_topp_server.schemas.rollouts import RolloutsAnswer, RolloutsBody
 from sglang_topp_server.schemas.scores import ScoresAnswer, ScoresBody
 from sglang_topp_server.settings import Limits
-from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.build_page import content_security_policy
 
 __all__ = ["create_app"]
 
