@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -24,11 +25,10 @@ from sglang_topp_client.requests.plan_generate import (
 from sglang_topp_client.requests.plan_score import Sequences, Start, plan_scores
 from sglang_topp_client.requests.prompts import Prompts
 from sglang_topp_client.requests.resume import OnAbort, check_on_abort, mark_interruptible, plan_resume
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import OnTimeout, RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
@@ -253,7 +253,7 @@ class AsyncRolloutClient:
         Raises:
             InvalidInputError: an argument is wrong; nothing was sent. With `on_abort="resume"`, penalties,
                 grammars, and custom parameters are also refused, because an interruption would change their
-                effect (`sglang_topp.engine_contract.resumable_sampling_params`).
+                effect (`sglang_topp.engine_contract`).
             BadRequestError, AuthenticationError: the server refuses the request.
             RequestTimeoutError: `timeout_s` passed.
             TransportError, ServerError: an HTTP call and all of its retries failed. If the client tried
@@ -665,7 +665,19 @@ class AsyncRolloutClient:
             keeps_going=return_exceptions,
             max_retries=self._max_retries,
             max_message_bytes=self._configs[0].max_message_bytes,
+            headers=_trace_headers(),
         )
+
+
+def _trace_headers() -> dict[str, str]:
+    """Return the headers `traceparent` and `tracestate` of OpenTelemetry's current span."""
+    headers: dict[str, str] = {}
+    # A program that uses OpenTelemetry has imported it. In any other one, the import would only cost time.
+    if "opentelemetry" in sys.modules:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
 
 
 def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOptions) -> list[SampleRequest]:

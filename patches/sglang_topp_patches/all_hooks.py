@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_topp_patches import memory
 from sglang_topp_patches.compat.internals import sglang_0_5_19_and_later
 from sglang_topp_patches.disaggregation import fetch_prefill_sets, serve_prefill_sets
 from sglang_topp_patches.hooks import seams_of
@@ -20,8 +21,7 @@ from sglang_topp_patches.http import (
     server_info,
     sets_in_meta_info,
 )
-from sglang_topp_patches.memory import detokenizer_malloc_trim
-from sglang_topp_patches.memory.budget import InFlight, budget
+from sglang_topp_patches.memory import InFlight, budget
 from sglang_topp_patches.scheduler import (
     extract_generated_sets,
     extract_prompt_sets,
@@ -45,7 +45,7 @@ _MODULES = (
     *(refuse_unchecked_requests, request_budget, resume, requested_rows, sampler_candidates),
     *(host_copy_before_0_5_19, extract_generated_sets, extract_prompt_sets, speculative_verification),
     *(prefix_cache_per_weights, pipeline_parallel, fetch_prefill_sets, serve_prefill_sets),
-    *(detokenizer_malloc_trim, sglang_0_5_19_and_later),
+    *(memory, sglang_0_5_19_and_later),
 )
 
 SEAMS = tuple(seams_of(_MODULES))

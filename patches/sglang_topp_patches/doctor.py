@@ -10,7 +10,7 @@ from sglang_topp_patches.all_hooks import SEAMS
 from sglang_topp_patches.capabilities import environment_notes, environment_problems
 from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.compat.seam_check import SeamCheck, status
-from sglang_topp_patches.memory.budget import budget
+from sglang_topp_patches.memory import budget
 
 __all__ = ["report"]
 

@@ -27,9 +27,9 @@ def register() -> None:
     """
     if _is_detokenizer():
         # The other hooks' modules would import a scheduler and an HTTP server.
-        from sglang_topp_patches.memory import detokenizer_malloc_trim
+        from sglang_topp_patches import memory
 
-        _register(seams_of((detokenizer_malloc_trim,)), {})
+        _register(seams_of((memory,)), {})
         return
     from sglang_topp_patches import all_hooks
     from sglang_topp_patches.http import worker_app

@@ -10,8 +10,8 @@ import pytest
 from sglang_topp import CandidateSets, errors
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client import run as run_module
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
-from sglang_topp_client.types.join_rollouts import join_parts
+from sglang_topp_client.rollout import join_parts
+from sglang_topp_client.wire.records import rollout_to_json
 
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 SAMPLING = {"max_new_tokens": 12}

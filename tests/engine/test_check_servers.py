@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sglang
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from sglang_topp.errors import BadRequestError, MissingCandidateSetsError, ServerError, WireError
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_server.cli.main import main
 from tests.engine.start_servers import Engine, free_port, run_sidecar
 from tests.skip_missing_features import needs
 
@@ -69,6 +71,14 @@ def drop(name: str) -> Change:
 def test_engine_and_faithful_gateway_pass(engine: Engine) -> None:
     with run_proxy(engine) as proxy, RolloutClient([engine.url, proxy]) as client:
         client.check_servers()
+
+
+def test_doctor_checks_an_engine(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--url", engine.url]) == 0
+    name, version, last = capsys.readouterr().out.splitlines()
+    assert name == f"SGLang at {engine.url}"
+    assert version.startswith(f"SGLang {sglang.__version__}, model ")
+    assert last.endswith("is active, and no field is lost on the way")
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,13 @@ def test_doctor_names_a_plugin_that_was_left_out() -> None:
     assert "the plugin was not loaded in this process; do SGLANG_PLUGINS" in ended.stdout
 
 
+needs_the_newest = pytest.mark.skipif(
+    installed()[0] != next(iter(RELEASES)),
+    reason="an unknown release is compared with the newest one's functions",
+)
+
+
+@needs_the_newest
 def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     ended = _sglang_topp("doctor", "-v", env=another_release)
     assert ended.returncode == 1
@@ -147,6 +154,7 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     assert "FAILS" not in ended.stdout
 
 
+@needs_the_newest
 def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_path: Path) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as changed:
         changed.write(MISSING_AND_CHANGED)

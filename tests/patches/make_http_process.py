@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http.process_state import HttpProcess
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.memory import InFlight
 
 __all__ = ["http_process"]
 

@@ -17,7 +17,7 @@ from sglang_topp_client.requests.plan_generate import (
     thresholds_of,
 )
 from sglang_topp_client.requests.prompts import Prompt, prompts_of
-from sglang_topp_client.types.rollout import DISTRIBUTION, Rollout
+from sglang_topp_client.rollout import DISTRIBUTION, Rollout
 
 __all__ = ["ScoreRequest", "Sequences", "Start", "plan_scores"]
 

@@ -7,7 +7,7 @@ stop strings, as in an uninterrupted sample.
 
 Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
 uninterrupted sample. The client refuses to resume a sample that uses such a parameter. The module
-`sglang_topp.engine_contract.resumable_sampling_params` lists these parameters.
+`sglang_topp.engine_contract` lists these parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from sglang_topp import CandidateSets
-from sglang_topp.engine_contract.resumable_sampling_params import find_resume_problem
+from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.requests.plan_generate import (
     SampleRequest,
@@ -28,7 +28,7 @@ from sglang_topp_client.requests.plan_generate import (
     TopLogprobsSource,
     plan,
 )
-from sglang_topp_client.types.rollout import ABORT, Rollout
+from sglang_topp_client.rollout import ABORT, Rollout
 
 __all__ = [
     "OnAbort",

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, installed
 from sglang_topp_patches.hooks import Hook, Seam
-from sglang_topp_patches.memory.budget import budget_problem
+from sglang_topp_patches.memory import budget_problem
 
 __all__ = ["SeamCheck", "Status", "check_seams", "remember", "status"]
 

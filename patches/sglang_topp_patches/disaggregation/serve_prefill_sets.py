@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
 from sglang_topp_patches.hooks import after
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.set_buffer import SetBuffer
 
 __all__ = ["PATH", "PrefillServer"]

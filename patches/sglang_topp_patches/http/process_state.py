@@ -16,7 +16,7 @@ from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.http_exception import CallEndedError
-from sglang_topp_patches.memory.budget import InFlight, busy_refusal
+from sglang_topp_patches.memory import InFlight, busy_refusal
 
 __all__ = ["HTTP_SERVER", "HttpProcess", "note_model", "note_server_args"]
 

@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp_patches.hooks import before
 from sglang_topp_patches.http import request_fields, route_policy, server_info
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess

@@ -10,7 +10,7 @@ from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.compat.seam_check import status
 from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http.process_state import HttpProcess
-from sglang_topp_patches.memory.budget import budget
+from sglang_topp_patches.memory import budget
 from sglang_topp_patches.scheduler import gpu_staging
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess, StagingCounts
 from sglang_topp_patches.set_buffer import KEY

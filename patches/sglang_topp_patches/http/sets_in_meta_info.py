@@ -35,7 +35,7 @@ from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
 from sglang_topp_patches.http_exception import CallEndedError
-from sglang_topp_patches.memory.budget import LIST_FORM_COST
+from sglang_topp_patches.memory import LIST_FORM_COST
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_request
 from sglang_topp_patches.set_buffer import KEY, SETS, Positions, Problem
 
@@ -299,7 +299,9 @@ def _write_our_fields(
         target = meta_info.setdefault(SETS, {"output_ids": state.output_ids[:stop]})
     target[SOURCE] = SAMPLER if wanted.is_from_sampler else DISTRIBUTION
     sets, num_prompt = accumulator.sets, len(accumulator.sets.prompt)
-    if (stop or num_prompt) and not refused(Feature.WEIGHT_VERSIONS):
+    if refused(Feature.WEIGHT_VERSIONS):
+        target["weight_versions"] = None
+    elif stop or num_prompt:
         target.update(sets.weight_versions(stop))
     sides: list[tuple[formats.Side, Positions]] = [("output", generated)]
     if num_prompt:

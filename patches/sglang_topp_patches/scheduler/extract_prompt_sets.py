@@ -21,7 +21,7 @@ import torch
 
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
-from sglang_topp_patches.memory.budget import budget, busy_refusal, prompt_refusal
+from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.gpu_staging import StagedSets
@@ -218,7 +218,7 @@ class PassExtraction:
     """A collector of the prompt sets of one forward pass. Each call of `add` adds a chunk of sets.
 
     At p = 1, the prompt sets of one forward pass may hold more candidates than any device can store. So this
-    class checks the limits (`memory.budget`) during the pass. A prompt that exceeds the limit per sample gets
+    class checks the limits (`memory`) during the pass. A prompt that exceeds the limit per sample gets
     no more sets. Once the scheduler holds more candidates than fit, neither do the prompts that are not
     completely extracted yet.
 

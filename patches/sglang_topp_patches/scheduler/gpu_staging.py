@@ -7,7 +7,7 @@ area, the scheduler extracts these sets again from the log-probs. This second ex
 but the scheduler waits for it.
 
 Until the scheduler processes the results, this module keeps the log-probs of the rows whose requests ask for
-sets. This is device memory, so it does not count against the limits on candidates (`memory.budget`), which
+sets. This is device memory, so it does not count against the limits on candidates (`memory`), which
 come from the host's memory. When the scheduler processes the results, this module can still read the original
 log-probs, for three reasons:
 
@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.memory.budget import budget
+from sglang_topp.candidates.torch_tensors import to_device
+from sglang_topp_patches.memory import budget
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 

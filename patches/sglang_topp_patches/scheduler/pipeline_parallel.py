@@ -6,7 +6,7 @@ directly, and pickles all other values. So the last stage puts each tensor of th
 dictionary as a separate value. SGLang pickles the remaining fields of the sets.
 
 The first stage holds the sets until it sends them to the HTTP process, so it counts them. A request that
-exceeds its limit (`memory.budget`) is aborted on all pipeline stages. Until the last stage receives the
+exceeds its limit (`memory`) is aborted on all pipeline stages. Until the last stage receives the
 abort, the last stage still extracts the request's sets.
 """
 

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from sglang_topp.engine_contract.resumable_sampling_params import (
+from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     RESUMED,
     find_resume_problem,

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_topp_patches.hooks import before
-from sglang_topp_patches.memory.budget import LIST_FORM_COST, budget, per_sample_refusal
+from sglang_topp_patches.memory import LIST_FORM_COST, budget, per_sample_refusal
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.set_buffer import KEY, Problem, SetBuffer

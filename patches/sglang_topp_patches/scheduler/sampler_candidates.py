@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.scheduler.extraction import Sets, extract_support
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus.host_to_device import to_device
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.scheduler.customized_info import add_sets, lowest_logprob

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client.protocols.sglang_generate import GenerateExchange
+from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.requests.plan_generate import plan
 
 

@@ -13,7 +13,7 @@ from sglang_topp.errors import (
     SampledTokenMissingError,
     WireError,
 )
-from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
+from sglang_topp_client.protocols.sglang import GenerateScoreExchange
 from sglang_topp_client.requests.plan_score import plan_scores
 
 IDS = [5, 6, 7, 8, 9]

@@ -20,7 +20,7 @@ from sglang_topp_patches.disaggregation import fetch_prefill_sets, serve_prefill
 from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
 from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillServer
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.request_budget import is_refused
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set

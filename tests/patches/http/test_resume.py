@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
-from sglang_topp.engine_contract.resumable_sampling_params import (
+from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     NON_RESUMABLE_PARAMS,
     RESUMABLE_PARAMS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.memory import Budget
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_generated_sets, request_budget
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess

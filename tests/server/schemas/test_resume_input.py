@@ -10,10 +10,9 @@ import pytest
 from sglang_topp import CandidateSets
 from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
 from sglang_topp_server.error_responses import http_status
-from sglang_topp_server.schemas.abort import parse_abort
-from sglang_topp_server.schemas.rollouts import parse_rollouts
+from sglang_topp_server.schemas.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
 
 SAMPLING = {"max_new_tokens": 8}
