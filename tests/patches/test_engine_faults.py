@@ -14,11 +14,11 @@ import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
-from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.http.process_state import CallEndedError
+from sglang_topp_patches.internals import Sglang0514
 from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import extract_prompt_sets
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets

@@ -27,8 +27,8 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.compat.releases import installed
 from sglang_topp_patches.cpu import kernel_stubs
+from sglang_topp_patches.releases import installed
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 

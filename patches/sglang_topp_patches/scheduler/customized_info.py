@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_topp_patches.compat.releases import internals
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.request_budget import buffer_of, charge, end_without_set
 from sglang_topp_patches.set_buffer import PackedSet
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from sglang_topp.malloc_trim import LARGE_BYTES
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler import gpu_staging, sampler_candidates
 from sglang_topp_patches.scheduler.customized_info import (
     STREAM_OUTPUT,

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.memory.budget import budget, busy_refusal, prompt_refusal
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
 from sglang_topp_patches.scheduler.extraction import Sets, extract
 from sglang_topp_patches.scheduler.gpu_staging import StagedSets

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from sglang_topp.malloc_trim import LARGE_BYTES
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.set_buffer import KEY
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import after
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.request_budget import is_refused

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.customized_info import add_sets, lowest_logprob
 from sglang_topp_patches.scheduler.extraction import Sets, extract, extract_support
 from sglang_topp_patches.scheduler.pipeline_parallel import PassSets

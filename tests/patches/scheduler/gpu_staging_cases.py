@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sglang_topp import nucleus
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory.budget import Budget
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import (
     customized_info,

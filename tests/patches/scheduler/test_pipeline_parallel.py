@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.compat.releases import Feature, internals, refused
+from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
 from sglang_topp_patches.scheduler.extract_prompt_sets import PromptSets
 from sglang_topp_patches.scheduler.extraction import extract, extract_support

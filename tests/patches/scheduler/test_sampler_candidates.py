@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows
 from sglang_topp_patches.scheduler.sampler_candidates import (
