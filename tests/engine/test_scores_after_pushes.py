@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import RequestError
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.pushed_weights import restore_weights
 from tests.engine.requests_during_push import InFlight, Scoring
 from tests.engine.start_servers import Engine

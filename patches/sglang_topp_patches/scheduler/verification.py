@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from sglang_topp.candidates.torch_tensors import to_device
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import extract, extract_support, lowest_logprob
 from sglang_topp_patches.scheduler.step import GeneratedSets, PassSets, RequestedRows, requested_rows
 

@@ -14,15 +14,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from sglang_topp_patches.compat.internals.interface import Internals
-from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import (
+from sglang_topp_patches.internals import (
+    Internals,
     Sglang0512,
     Sglang0513,
     Sglang0514,
     Sglang0515,
-)
-from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0516, Sglang0518
-from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import (
+    Sglang0516,
+    Sglang0518,
     Sglang0519,
     Sglang0520,
     Sglang0521,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_topp.errors import WireError
-from sglang_topp_patches.disaggregation.first_token import FirstToken, differing_names, first_token_inputs
+from sglang_topp_patches.disaggregation import FirstToken, differing_names, first_token_inputs
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sglang.srt.plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_topp_patches import plugin
-from sglang_topp_patches.all_hooks import SEAMS, new_states
-from sglang_topp_patches.compat import seam_check
-from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, installed
-from sglang_topp_patches.compat.seam_check import check_seams, status
+from sglang_topp_patches import capabilities, plugin, releases
+from sglang_topp_patches.capabilities import check_seams, status
 from sglang_topp_patches.hooks import Hook, Seam
+from sglang_topp_patches.plugin import all_seams, new_states
+from sglang_topp_patches.releases import RELEASES, UNLISTED, installed
 
 # SGLang warns if it is imported without an accelerator.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-HOOKS = [seam for seam in SEAMS if isinstance(seam, Hook)]
+HOOKS = [seam for seam in all_seams() if isinstance(seam, Hook)]
 BY_GROUP = "sglang.srt.plugins.load_plugins_by_group"
 BROKEN = [
     (Seam("sglang.srt.no_such_module.function", ""), "not found"),
@@ -38,7 +38,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[objec
     hooks: dict[str, list[object]] = defaultdict(list)
     monkeypatch.setattr(HookRegistry, "_hooks", hooks)
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(seam_check, "_found", None)
+    monkeypatch.setattr(capabilities, "_found", None)
     status.cache_clear()
     yield hooks
     status.cache_clear()
@@ -66,7 +66,7 @@ def test_other_releases_are_not_checked() -> None:
 def test_with_a_problem_only_hooks_that_refuse_and_report_run(
     registered: dict[str, list[object]], seam: Seam
 ) -> None:
-    assert not plugin._register([*SEAMS, seam], new_states())
+    assert not plugin._register([*all_seams(), seam], new_states())
     name = installed()[0]
     refusing = [hook.target for hook in HOOKS if hook.always and hook.is_in(name)]
     assert sorted(registered) == sorted(set(refusing))
@@ -75,7 +75,7 @@ def test_with_a_problem_only_hooks_that_refuse_and_report_run(
 
 
 def test_without_a_problem_all_hooks_of_the_release_run(registered: dict[str, list[object]]) -> None:
-    plugin._register(SEAMS, new_states())
+    plugin._register(all_seams(), new_states())
     name = installed()[0]
     assert sum(map(len, registered.values())) == sum(hook.is_in(name) for hook in HOOKS)
     HookRegistry._patched |= registered.keys()
@@ -85,16 +85,16 @@ def test_without_a_problem_all_hooks_of_the_release_run(registered: dict[str, li
 def test_on_an_unlisted_release_every_hook_that_refuses_is_tried(
     registered: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plugin, seam_check):
+    for module in (releases, capabilities):
         monkeypatch.setattr(module, "installed", lambda: ("0.0.3", UNLISTED))
-    plugin._register(SEAMS, new_states())
+    plugin._register(all_seams(), new_states())
     assert set(registered) == {hook.target for hook in HOOKS if hook.always}
     supported = ", ".join(RELEASES)
     assert status().problems == (f"SGLang 0.0.3 is not supported; supported: {supported}",)
 
 
 def test_a_hook_that_is_not_in_place_is_a_problem(registered: dict[str, list[object]]) -> None:
-    plugin._register(SEAMS, new_states())
+    plugin._register(all_seams(), new_states())
     missing = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
     HookRegistry._patched |= registered.keys() - {missing}
     (problem,) = status().problems
@@ -117,3 +117,14 @@ def test_a_failed_import_is_reported_with_its_own_error(
         "needs_more.scheduler.Scheduler.run: not found (ModuleNotFoundError: No module named"
         " 'a_library_that_is_missing')",
     )
+
+
+def test_sglang_does_not_serve_without_hooks_that_cannot_be_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang swallows every other error of a plugin."""
+    monkeypatch.setattr(sglang.srt.plugins, "_plugins_loaded", False)
+    monkeypatch.setattr(plugin, "all_seams", lambda: 1 / 0)
+    monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "sglang_topp_patches.plugin:app")
+    with pytest.raises(SystemExit, match="sglang-topp cannot patch SGLang: ZeroDivisionError: "):
+        sglang.srt.plugins.load_plugins()

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from sglang_topp_patches.compat.releases import Feature
-from sglang_topp_patches.disaggregation import fetch_prefill_sets, serve_prefill_sets
-from sglang_topp_patches.disaggregation.first_token import FirstToken, first_token_inputs
-from sglang_topp_patches.disaggregation.serve_prefill_sets import PATH, PrefillServer
+from sglang_topp_patches import disaggregation
+from sglang_topp_patches.disaggregation import PATH, FirstToken, PrefillServer, first_token_inputs
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.memory import InFlight
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.requests import is_refused
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set
@@ -117,7 +116,7 @@ async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulat
     part.prompt.take(2)  # the prefill server has the prompt's sets, too
     received.add([token_id, 5], part)
     assert received.lacks_first
-    received.add_first_token(await fetch_prefill_sets.fetch_first_token(DECODE, of, token_id))
+    received.add_first_token(await disaggregation.fetch_first_token(DECODE, of, token_id))
     assert not received.lacks_first
     return received
 
@@ -177,7 +176,7 @@ async def test_a_request_that_is_still_running_is_waited_for(prefill: PrefillSer
 async def test_a_server_that_comes_late_is_asked_again(
     prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch_prefill_sets, "_RETRY_S", 0.05)
+    monkeypatch.setattr(disaggregation, "_RETRY_S", 0.05)
     keep(prefill)
     port = free_port()
     asking = asyncio.create_task(asked(state(port)))
@@ -196,7 +195,7 @@ async def test_a_server_without_the_sets_says_so_at_once(
     start = time.monotonic()
     received = await asked(state(port))
     assert "has none for this bootstrap room; was it asked for sets" in received.check(None)
-    assert time.monotonic() - start < fetch_prefill_sets._LATE_S / 2
+    assert time.monotonic() - start < disaggregation._LATE_S / 2
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ async def test_a_refusal_keeps_its_status(prefill: PrefillServer, port: int) -> 
 
 
 async def test_a_server_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_prefill_sets, "_LATE_S", 1.0)
+    monkeypatch.setattr(disaggregation, "_LATE_S", 1.0)
     received = await asked(state(free_port()))
     assert "sent no set within 1 s: Cannot connect" in received.check(None)
 
@@ -272,7 +271,7 @@ async def test_what_nobody_asks_for_goes_and_leaves_nothing(
     prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, tasks = threading.active_count(), len(asyncio.all_tasks())
-    monkeypatch.setattr(serve_prefill_sets, "_KEPT_S", 0.0)
+    monkeypatch.setattr(disaggregation, "_KEPT_S", 0.0)
     for room in range(5):
         keep(prefill, room=room)
         await asyncio.sleep(0.001)
@@ -290,7 +289,7 @@ def test_the_scheduler_says_where_the_first_set_is() -> None:
 
     def noted(req: SimpleNamespace, is_rebootstrap: bool = False) -> Any:
         decode_req = SimpleNamespace(req=req, is_rebootstrap=is_rebootstrap)
-        fetch_prefill_sets.note_first_token(None, None, decode_req)
+        disaggregation.note_first_token(None, None, decode_req)
         buffer = (req.customized_info or {}).get(KEY)
         return None if buffer is None else buffer.generated.sets()
 
