@@ -17,9 +17,8 @@ from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.argument_checks import fresh_id, truncate
 from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.records import from_record, to_record
 
@@ -387,7 +386,7 @@ async def test_a_hostile_refusal(engine, body, retry_after):
         await reply.json(body, 429, Retry_After=retry_after)
 
     engine.script.append(refuse)
-    http = HttpClient(ServerConfig(engine.url), UNLIMITED)
+    http = HttpClient(ServerConfig(engine.url))
     with pytest.raises(errors.OverloadedError) as caught:
         await http.request_json("POST", "/generate", {}, timeout_s=30.0)
     await http.aclose()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sglang_topp import formats
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
 from sglang_topp_client.rollout import SAMPLER

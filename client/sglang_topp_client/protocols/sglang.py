@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import (
     AbortedError,
     BadRequestError,
@@ -50,10 +50,8 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
-from sglang_topp_client.requests.prompts import Messages
-from sglang_topp_client.requests.resume import empty_rollout
+from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
+from sglang_topp_client.resume import empty_rollout
 from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Logprobs, Rollout, Score, TokenIds
 from sglang_topp_client.wire.records import Count, WeightSpan, check_kept_mass, check_sets, read_spans
 from sglang_topp_client.wire.typed_json import convert, decode_json, parse_token_ids

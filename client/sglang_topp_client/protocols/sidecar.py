@@ -28,11 +28,10 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.frame import is_frame

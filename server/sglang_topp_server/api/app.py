@@ -36,7 +36,7 @@ from sglang_topp_server.schemas.answers import (
 )
 from sglang_topp_server.schemas.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
 from sglang_topp_server.settings import Limits
-from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.build_page import content_security_policy
 
 __all__ = ["create_app"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request

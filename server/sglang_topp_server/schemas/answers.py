@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.wire.records import JSON_FIELDS

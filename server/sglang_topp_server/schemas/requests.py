@@ -20,12 +20,11 @@ from pydantic import (
     model_validator,
 )
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import BadRequestError, InvalidInputError, WireError, describe
 from sglang_topp_client.argument_checks import MAX_REQUEST_ID, check_request_id, truncate
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.plan_score import ScoreRequest, plan_scores
-from sglang_topp_client.requests.resume import mark_interruptible, plan_resume
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, plan, plan_scores
+from sglang_topp_client.resume import mark_interruptible, plan_resume
 from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.settings import Limits
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 # Fields that may hold millions of ids have the type `Any`, so that Pydantic does not check each element.
-# `sglang_topp_client.requests.prompts` checks the elements, and names the invalid prompt in its error.
+# `sglang_topp_client.requests` checks the elements, and names the invalid prompt in its error.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.plan_score import plan_scores
+from sglang_topp_client.requests import SampleRequest, plan, plan_scores
 from sglang_topp_client.wire.error_json import error_to_json
 from sglang_topp_client.wire.records import to_frame, to_record
 

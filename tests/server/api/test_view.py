@@ -10,7 +10,7 @@ from sglang_topp_client import Rollout
 from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.api import recent_rollouts
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
-from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.build_page import content_security_policy
 
 
 def data_of(page):

@@ -15,7 +15,7 @@ from sglang_topp_server.error_responses import http_status
 from sglang_topp_server.schemas.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
 
-SAMPLING = {"max_new_tokens": 8}
+SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}
 
 
 def rollout(num_tokens=2, **changes):
@@ -118,7 +118,7 @@ def test_a_missing_field_of_a_record_is_named(name):
         ([to_record(rollout())], {"on_abort": None}, "on_abort: got None"),
         ([to_record(rollout())], {"sampling_params": {}}, "max_new_tokens: got none"),
         ([to_record(rollout())], {"sampling_params": {**SAMPLING, "regex": "a"}}, "regex: got 'a'"),
-        ([to_record(rollout())], {"sampling_params": [SAMPLING] * 2}, "got 2 values for 1 prompts"),
+        ([to_record(rollout())], {"sampling_params": [SAMPLING] * 2}, "got 2 values for 1 rollouts"),
     ],
 )
 def test_wrong_requests_with_records_are_named(rollouts, fields, words):
