@@ -225,6 +225,23 @@ class CandidateSets:
             out[block][self.sizes[block] > 0] = logprobs[span][self.token_ids[span] == sampled]
         return _read_only(out)
 
+    @cached_property
+    def entropy(self) -> NDArray[np.float64]:
+        """float64 [T]: the entropy of each set's distribution in nats, 0 for an empty set.
+
+        The entropy is `-Σ r log r` with `r = q / kept mass`, where `q` is a candidate's probability under the
+        full vocabulary.
+        """
+        # A sampled token may have log-prob -inf, and `0 * -inf` is NaN.
+        logprobs = np.maximum(self.logprobs.astype(np.float64), -1e4)
+        out, filled = np.zeros(len(self)), self.sizes > 0
+        if filled.any():
+            # -Σ r log r = log mass - Σ q log q / mass
+            sums = np.add.reduceat(np.exp(logprobs) * logprobs, self.offsets[:-1][filled])
+            log_mass = self._log_mass[filled]
+            out[filled] = np.maximum(log_mass - sums / np.exp(log_mass), 0)
+        return _read_only(out)
+
     def check_kept_mass(self, p: float) -> None:
         """Check that the total probability (the mass) of every set is possible under top-p sampling at `p`.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.candidates.entropy import set_entropy
 from sglang_topp_client import ScoredRollout
 
 __all__ = ["TokenMetrics", "token_metrics"]
@@ -73,7 +72,7 @@ def token_metrics(scored: ScoredRollout) -> TokenMetrics:
     mass = entropy = masked = unknown
     if sets is not None and sets.has_logprobs:
         mass = np.where(sizes > 0, np.exp(sets.logprob_sum.astype(np.float64)), np.nan)
-        entropy = np.where(sizes > 0, set_entropy(sets), np.nan)
+        entropy = np.where(sizes > 0, sets.entropy, np.nan)
         masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
     return TokenMetrics(
         sizes=sizes,
