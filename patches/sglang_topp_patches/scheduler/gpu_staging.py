@@ -78,7 +78,6 @@ class _Kept:
 
     Attributes:
         process: the state of this scheduler process.
-        sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
@@ -88,12 +87,11 @@ class _Kept:
     def __init__(
         self,
         process: SchedulerProcess,
-        sampled_ids: torch.Tensor,
         logprobs: torch.Tensor,
         lowest: float | None,
         take_again: _TakeAgain,
     ) -> None:
-        self.process, self.sampled_ids, self.vocab = process, sampled_ids, logprobs.shape[1]
+        self.process, self.vocab = process, logprobs.shape[1]
         self.lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
         self.take_again: _TakeAgain | None = take_again
 
@@ -122,8 +120,6 @@ def by_threshold(
         on_device = to_device(rows, logprobs.device)
         logprobs, sampled_ids = logprobs[on_device], sampled_ids[on_device]
         is_taken = None if is_taken is None else is_taken[on_device]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
     # Copy the sampled tokens, because SGLang may overwrite them in place, for example when it synchronizes
     # the tokens of tensor-parallel ranks.
     sampled_ids, p = sampled_ids.long().clone(), asked[rows]
@@ -138,7 +134,7 @@ def by_threshold(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again)
+    kept = _Kept(process, logprobs, lowest, take_again)
     return StagedSets(area, kept, rows, len(asked))
 
 
@@ -161,10 +157,7 @@ def by_weights(
     num_rows, device = len(rows), logprobs.device
     if num_rows < len(logprobs):
         logprobs = logprobs[rows]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
-    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
-    token_ids = None if token_ids is None else token_ids.int().contiguous()
+    sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
         at = to_device(which, device)
@@ -177,14 +170,13 @@ def by_weights(
 
     area = gpu_extraction.stage_support(
         logprobs,
-        torch.arange(num_rows, device=device),
         is_drawn,
         token_ids,
         sampled_ids,
         capacity=_capacity(num_rows),
         lowest=lowest,
     )
-    kept = _Kept(process, sampled_ids, logprobs, lowest, take_again)
+    kept = _Kept(process, logprobs, lowest, take_again)
     return StagedSets(area, kept, np.arange(num_rows), num_rows)
 
 
@@ -254,13 +246,12 @@ class StagedSets:
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
         `on_host` only once, because it frees the tensors in `kept`.
         """
-        read = self.area.read()
-        found = read.problems(self.kept.sampled_ids, self.kept.vocab)
+        found = self.area.problems(self.kept.vocab)
         problems = {**{int(self.rows[i]): str(problem) for i, problem in found.items()}, **self.problems}
-        ids, logprobs, offsets = read.sets()
+        ids, logprobs, offsets = self.area.sets()
         counts = self.kept.process.staging
-        counts.rows_staged += int((read.rows[0] > 0).sum())
-        if len(left_out := read.left_out):
+        counts.rows_staged += int(np.count_nonzero(self.area.sizes))
+        if len(left_out := self.area.left_out):
             counts.rows_taken_again += len(left_out)
             assert self.kept.take_again is not None
             again = self.kept.take_again(left_out).map(lambda tensor: tensor.cpu())
