@@ -132,14 +132,12 @@ class _Kept:
     """The tensors that the host needs to repeat the extraction of a pass's sets.
 
     Attributes:
-        sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
             known. None once it was needed no more: SGLang may keep a pass's results until the next pass.
     """
 
-    sampled_ids: Tensor
     vocab: int
     lowest: float
     take_again: Callable[[NDArray[np.intp]], ExtractedSets] | None
@@ -180,12 +178,11 @@ class StagedSets:
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
         `on_host` only once, because it frees the tensors in `kept`.
         """
-        read = self.area.read()
-        found = read.problems(self.kept.sampled_ids, self.kept.vocab)
+        found = self.area.problems(self.kept.vocab)
         problems = {int(self.rows[i]): str(problem) for i, problem in found.items()}
-        sets = read.sets()
-        staging_counts["rows_staged"] += int((read.rows[0] > 0).sum())
-        if len(left_out := read.left_out):
+        sets = self.area.sets()
+        staging_counts["rows_staged"] += int(np.count_nonzero(self.area.sizes))
+        if len(left_out := self.area.left_out):
             staging_counts["rows_taken_again"] += len(left_out)
             assert self.kept.take_again is not None
             sets = _inserted(sets, left_out, self.kept.take_again(left_out).map(lambda tensor: tensor.cpu()))
@@ -362,8 +359,6 @@ def _stage_top_p(
         p, at = p[rows], to_device(rows, logprobs.device)
         logprobs, sampled_ids = logprobs[at], sampled_ids[at]
         is_taken = None if is_taken is None else is_taken[at]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
     sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -376,7 +371,7 @@ def _stage_top_p(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), rows, num_rows)
+    return StagedSets(area, _kept(logprobs, lowest, take_again), rows, num_rows)
 
 
 def _stage_support(
@@ -392,10 +387,7 @@ def _stage_support(
     num_rows, device = len(rows), logprobs.device
     if num_rows < len(logprobs):
         logprobs = logprobs[rows]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
-    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
-    token_ids = None if token_ids is None else token_ids.int().contiguous()
+    sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
         at = to_device(which, device)
@@ -408,24 +400,22 @@ def _stage_support(
 
     area = gpu_extraction.stage_support(
         logprobs,
-        torch.arange(num_rows, device=device),
         is_drawn,
         token_ids,
         sampled_ids,
         capacity=_capacity(num_rows),
         lowest=lowest,
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), np.arange(num_rows), num_rows)
+    return StagedSets(area, _kept(logprobs, lowest, take_again), np.arange(num_rows), num_rows)
 
 
 def _kept(
     logprobs: Tensor,
-    sampled_ids: Tensor,
     lowest: float | None,
     take_again: Callable[[NDArray[np.intp]], ExtractedSets],
 ) -> _Kept:
     lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
-    return _Kept(sampled_ids, logprobs.shape[1], lowest, take_again)
+    return _Kept(logprobs.shape[1], lowest, take_again)
 
 
 @cache
