@@ -41,7 +41,7 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
-from sglang_topp_client.codecs.error_json import error_to_json
+from sglang_topp_client.wire.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 
@@ -102,6 +102,8 @@ def http_status(error: SglangToppError) -> int:
 
 def error_headers(error: SglangToppError) -> dict[str, str]:
     """Return the response headers of an error."""
+    if http_status(error) == 408:
+        return {"Connection": "close"}
     if isinstance(error, OverloadedError):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 1)))}
     if isinstance(error, ServerError) and error.status == 503:

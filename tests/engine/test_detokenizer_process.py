@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.memory.detokenizer_malloc_trim import trim_after_batch
+from sglang_topp_patches.memory import trim_detokenizer
 from tests.skip_missing_features import hooks_here, is_hook_here
 
 pytestmark = pytest.mark.skipif(
-    not is_hook_here(trim_after_batch), reason="this SGLang loads no plugins in its detokenizer"
+    not is_hook_here(trim_detokenizer), reason="this SGLang loads no plugins in its detokenizer"
 )
 
 # SGLang's own entry point of the process, until it would begin to serve.
@@ -28,7 +28,7 @@ before = set(sys.modules)
 
 class Manager:
     def __init__(self, server_args, port_args):
-        from sglang_topp_patches.compat.seam_check import status
+        from sglang_topp_patches.capabilities import status
         imported = set(sys.modules) - before
         print(json.dumps([sorted(HookRegistry._patched), sorted(imported), status().problems]))
         sys.exit(0)
@@ -48,10 +48,10 @@ def test_only_the_hook_of_the_detokenizer_is_loaded(model_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     patched, imported, problems = json.loads(ended.stdout.splitlines()[-1])
     assert {hook.target for hook in hooks_here()} & set(patched) == {
-        hook.target for hook in hooks_here() if hook.function is trim_after_batch
+        hook.target for hook in hooks_here() if hook.function is trim_detokenizer
     }
     assert problems == []
     ours = {name for name in imported if name.startswith("sglang_topp_patches.")}
-    assert "sglang_topp_patches.memory.detokenizer_malloc_trim" in ours
-    assert not ours & {f"sglang_topp_patches.{name}" for name in ("all_hooks", "http", "scheduler")}
+    assert "sglang_topp_patches.memory" in ours
+    assert not ours & {f"sglang_topp_patches.{name}" for name in ("http", "scheduler")}
     assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.http_server"} & set(imported)

@@ -19,21 +19,30 @@ import gc
 import importlib.util
 import os
 import platform
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
 
 import psutil
 import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.compat.releases import installed
-from sglang_topp_patches.cpu import kernel_stubs
+from sglang_topp_patches.releases import installed
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 
 _NAME = "sglang_topp_cpu"  # the platform entry point and the plugin entry point have this name
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+
+# On a CPU, SGLang before 0.5.14 imports two kernel packages, but calls neither. `sgl_kernel` cannot be
+# imported without the CUDA driver, and SGLang does not install `vllm`, so both have stubs. Only two modules
+# of vllm have one: the import of any other fails.
+_STUBBED = "sgl_kernel"
+_STUBBED_MODULES = ("vllm", "vllm._custom_ops")
 
 
 def activate() -> str | None:
@@ -57,7 +66,7 @@ def activate() -> str | None:
     # library. NCCL does not work on a CPU, so name a library file that does not exist.
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "none")
     if importlib.util.find_spec("sglang.srt.platforms.cpu") is None:  # SGLang before 0.5.14
-        kernel_stubs.install()
+        _install_kernel_stubs()
     return f"{__name__}.{TorchCpuPlatform.__name__}"
 
 
@@ -197,3 +206,46 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
 
     def support_piecewise_cuda_graph(self) -> bool:
         return False
+
+
+def _install_kernel_stubs() -> None:
+    """Make `import sgl_kernel`, with its submodules, and `import vllm._custom_ops` succeed."""
+    if not any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _StubFinder())
+
+
+class _Kernel:
+    """A stub for a kernel. Every attribute of a stub is another stub, and calling a stub raises an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(f"{self._name} has no attribute {name!r}")
+        return _Kernel(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{self._name} needs an accelerator, and this is the CPU platform")
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return _Kernel(f"{self.__name__}.{name}")
+
+
+class _StubFinder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _STUBBED_MODULES and fullname.partition(".")[0] != _STUBBED:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: a stub module has no code to run."""

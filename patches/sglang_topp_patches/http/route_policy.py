@@ -3,7 +3,7 @@
 SGLang ignores fields that it does not know, so most routes would answer without the sets. `Guard` runs before
 the routes, and refuses a request for sets on a route that cannot return sets. `Guard` does not check routes
 that take no prompt. `Guard` also knows when an answer has been sent. Until then, the HTTP process counts the
-answer's candidates against the limit on candidates in flight (`memory.budget`).
+answer's candidates against the limit on candidates in flight (`memory`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 from sglang_topp_patches.hooks import around, before
 from sglang_topp_patches.http import checkpoint_tensors
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.request import BASE64, FIELDS, NUCLEUS, SetsRequest
 
 __all__ = [

@@ -18,14 +18,13 @@ from sglang_topp.engine_contract import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError
-from sglang_topp_client.requests.plan_generate import SampleRequest
-from sglang_topp_server.schemas.rollouts import RolloutsBody
-from sglang_topp_server.schemas.scores import ScoresBody
+from sglang_topp_client.requests import SampleRequest
+from sglang_topp_server.schemas.requests import RolloutsBody, ScoresBody
 
 __all__ = ["check_rollout_request", "check_score_request"]
 
 
-def check_rollout_request(request: RolloutsBody, model: Model, *, survives_grammars: bool) -> None:
+def check_rollout_request(request: RolloutsBody, model: Model, survives_grammars: bool) -> None:
     """Check that a parsed rollout request would not crash or block the engine.
 
     Args:
@@ -59,7 +58,7 @@ def check_rollout_request(request: RolloutsBody, model: Model, *, survives_gramm
             )
 
 
-def check_score_request(request: ScoresBody, model: Model) -> None:
+def check_score_request(request: ScoresBody, model: Model, _: bool) -> None:
     """Check that a parsed score request would not crash or block the engine.
 
     Raises:

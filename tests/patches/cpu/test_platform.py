@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from sglang.srt.platforms.interface import SRTPlatform
 
     from sglang_topp.errors import PatchError
-    from sglang_topp_patches.cpu import kernel_stubs, platform
+    from sglang_topp_patches.cpu import platform
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def _imports_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = {name: module for name, module in sys.modules.items() if _is_stood_in_for(name)}
     for name in kept:
         del sys.modules[name]
-    finders = [finder for finder in sys.meta_path if not isinstance(finder, kernel_stubs._Finder)]
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, platform._StubFinder)]
     monkeypatch.setattr(sys, "meta_path", finders)
     yield
     for name in [name for name in sys.modules if _is_stood_in_for(name)]:

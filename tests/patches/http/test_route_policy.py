@@ -22,13 +22,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches import releases
 from sglang_topp_patches.capabilities import Capabilities
-from sglang_topp_patches.compat import releases
 from sglang_topp_patches.http import route_policy
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.http.request_fields import check_body
 from sglang_topp_patches.http.route_policy import Guard, guard
-from sglang_topp_patches.memory.budget import InFlight
+from sglang_topp_patches.memory import InFlight
 from tests.patches.make_http_process import http_process
 
 ASKED = {"top_logprobs_p": 0.9}

@@ -1,0 +1,507 @@
+"""Convert rollouts to the columns of an Arrow table and back, with every field restored bit for bit.
+
+One row of the table is one rollout. Each field that `Rollout` declares is a column of its name, or as
+`_COLUMNS` says of its type: the candidate sets are three columns, and `weight_spans` are SGLang's
+`weight_versions`. T is the number of the rollout's output tokens::
+
+    candidate_ids                   list<list<int32>>, T; null without sets
+    candidate_logprobs              list<list<float>>, the same lengths; null if the sets have no log-probs
+    candidate_sampled_ids           list<int32>, T, of the sets; null without sets, or if equal to output_ids
+    weight_versions                 list<struct<version: string, start: int32, end: int32>>, or null
+    sampling_params                 string, a JSON object, or null
+    appended_spans                  list<struct<start: int32, end: int32>>
+
+The sampled ids can differ from `output_ids`, because an empty set may have the sampled id `NO_TOKEN`.
+
+A trainer adds the columns that `TrainerScores` declares. Each is optional, and may be null in any row::
+
+    trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
+    trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
+    reward                          double
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+from sglang_topp.errors import InvalidInputError, describe
+from sglang_topp_client.argument_checks import is_text, whole_number
+from sglang_topp_client.rollout import (
+    FIELDS,
+    Logprobs,
+    Probability,
+    Rollout,
+    Seconds,
+    Source,
+    TokenIds,
+    TokenRanges,
+    WeightSpans,
+    find_problems,
+)
+from sglang_topp_client.wire.records import write_spans
+
+__all__ = [
+    "TrainerScores",
+    "check_rollout",
+    "num_bytes_of",
+    "pyarrow",
+    "read_columns",
+    "schema",
+    "to_batch",
+    "to_rollouts",
+    "trainer_fields",
+    "trainer_scores",
+]
+
+_MAX_ENTRIES = (1 << 31) - 1
+_INT64_MAX = (1 << 63) - 1
+
+
+def pyarrow() -> Any:
+    """Import and return `pyarrow`, an optional dependency.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed; the error names the extra to install.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "pyarrow":
+            raise
+        raise ModuleNotFoundError(
+            "pyarrow is not installed; saving and loading rollouts needs it: pip install 'sglang-topp[data]'",
+            name="pyarrow",
+        ) from None
+    return pyarrow
+
+
+def _list_of(kind: Any) -> Any:
+    return pyarrow().list_(_whole("element", kind))
+
+
+def _whole(name: str, kind: Any) -> Any:
+    return pyarrow().field(name, kind, nullable=False)
+
+
+def _struct(**kinds: Any) -> Any:
+    return pyarrow().struct([_whole(name, kind) for name, kind in kinds.items()])
+
+
+def _check_count(name: str, value: Any) -> None:
+    if whole_number(name, value, 0) > _INT64_MAX:
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected 64 bits")
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not is_text(value):
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected text")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, Real):
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected a number")
+
+
+def _check_array(name: str, value: Any, dtype: type[np.number[Any]]) -> None:
+    is_array = isinstance(value, np.ndarray)
+    if not is_array or value.dtype != dtype or value.ndim != 1:
+        kind = f"{value.dtype} {list(value.shape)}" if is_array else type(value).__name__
+        raise InvalidInputError(f"{name}: got {kind}, expected {dtype.__name__} with one dimension")
+
+
+def _check_params(name: str, value: Any) -> None:
+    try:
+        text = _params_to_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{name}: cannot be written as JSON: {error}") from None
+    _check_text(name, text)
+
+
+def _check_weight_spans(name: str, value: Any) -> None:
+    for version, count in value:
+        _check_text(name, version)
+        whole_number(name, count, 0)
+
+
+def _check_ranges(name: str, value: Any) -> None:
+    for start, end in value:
+        whole_number(name, start, 0)
+        whole_number(name, end, 0)
+
+
+def _check_sets(name: str, value: Any) -> None:
+    if len(value.token_ids) > _MAX_ENTRIES:
+        raise InvalidInputError(
+            f"{name}: got {len(value.token_ids)}, expected at most {_MAX_ENTRIES} per rollout"
+        )
+
+
+def _params_to_json(params: Any) -> str:
+    return json.dumps(params, ensure_ascii=False, allow_nan=False)
+
+
+def _params_from_json(text: str) -> dict[str, Any]:
+    try:
+        params = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"sampling_params: got invalid JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise InvalidInputError(f"sampling_params: got {type(params).__name__}, expected an object")
+    return params
+
+
+class _Column(NamedTuple):
+    """How a type of field is stored.
+
+    Attributes:
+        kind: returns the column's Arrow type. check: raises InvalidInputError if a value cannot be stored.
+        Its arguments are the field's name and the
+            value.
+        write, read: the conversions between a value and the Python value that Arrow stores.
+        name: the column's name, or "" if it is the attribute's name.
+    """
+
+    kind: Callable[[], Any]
+    check: Callable[[str, Any], None]
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = lambda value: value
+    name: str = ""
+
+
+_TEXT = _Column(lambda: pyarrow().string(), _check_text)
+_NUMBER = _Column(lambda: pyarrow().float64(), _check_number)
+_ARRAYS: dict[Any, type[np.number[Any]]] = {TokenIds: np.int32, Logprobs: np.float32}
+_COLUMNS: dict[Any, _Column] = {
+    int: _Column(lambda: pyarrow().int64(), _check_count),
+    str: _TEXT,
+    Source: _TEXT,
+    Seconds: _NUMBER,
+    Probability: _NUMBER,
+    TokenIds: _Column(
+        lambda: _list_of(pyarrow().int32()), lambda name, value: _check_array(name, value, np.int32)
+    ),
+    Logprobs: _Column(
+        lambda: _list_of(pyarrow().float32()), lambda name, value: _check_array(name, value, np.float32)
+    ),
+    CandidateSets: _Column(lambda: _list_of(_list_of(pyarrow().int32())), _check_sets, name="candidate_ids"),
+    WeightSpans: _Column(
+        lambda: _list_of(_struct(version=pyarrow().string(), start=pyarrow().int32(), end=pyarrow().int32())),
+        _check_weight_spans,
+        write_spans,
+        lambda spans: tuple((one["version"], one["end"] - one["start"]) for one in spans),
+        "weight_versions",
+    ),
+    TokenRanges: _Column(
+        lambda: _list_of(_struct(start=pyarrow().int32(), end=pyarrow().int32())),
+        _check_ranges,
+        lambda ranges: [{"start": start, "end": end} for start, end in ranges],
+        lambda ranges: tuple((one["start"], one["end"]) for one in ranges),
+    ),
+    Mapping[str, Any]: _Column(lambda: pyarrow().string(), _check_params, _params_to_json, _params_from_json),
+}
+_ROLLOUT = tuple((field, _COLUMNS[field.type]) for field in FIELDS[Rollout])
+
+
+def schema() -> Any:
+    """Return the `pyarrow.Schema` of the table."""
+    pa = pyarrow()
+    columns = []
+    for field, column in _ROLLOUT:
+        columns.append(pa.field(column.name or field.name, column.kind(), nullable=field.is_optional))
+        if field.type == CandidateSets:
+            columns.append(pa.field("candidate_logprobs", _list_of(_list_of(pa.float32()))))
+            columns.append(pa.field("candidate_sampled_ids", _list_of(pa.int32())))
+    return pa.schema(columns)
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """Raise InvalidInputError if a field of `rollout` cannot be stored. The error names the field."""
+    if not isinstance(rollout, Rollout):
+        raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
+    for field, column in _ROLLOUT:
+        value = getattr(rollout, field.name)
+        if value is not None or not field.is_optional:
+            column.check(field.name, value)
+    for name, problem in find_problems(rollout):
+        raise InvalidInputError(f"{name}: {problem}")
+
+
+def num_bytes_of(rollout: Rollout) -> int:
+    """Return the approximate uncompressed size of a rollout's columns, in bytes."""
+    sets = rollout.candidates
+    num_tokens = len(rollout.prompt_ids) + 2 * len(rollout.output_ids)
+    num_candidates = 0 if sets is None else len(sets) + len(sets.token_ids) * (2 if sets.has_logprobs else 1)
+    return 4 * (num_tokens + num_candidates) + len(rollout.text)
+
+
+def to_batch(rollouts: Sequence[Rollout]) -> Any:
+    """Convert rollouts to a `pyarrow.RecordBatch`.
+
+    `check_rollout` must accept each rollout. The rollouts must have fewer than 2^31 candidates in total.
+    """
+    pa = pyarrow()
+    columns = []
+    for field, column in _ROLLOUT:
+        values = [getattr(rollout, field.name) for rollout in rollouts]
+        if field.type == CandidateSets:
+            columns += _set_columns(values, [rollout.output_ids for rollout in rollouts])
+        elif field.type in _ARRAYS:
+            columns.append(_lists(values, _ARRAYS[field.type]))
+        else:
+            stored = [None if value is None else column.write(value) for value in values]
+            columns.append(pa.array(stored, column.kind()))
+    return pa.record_batch(columns, schema=schema())
+
+
+def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollout]:
+    """Yield the rollouts of a `pyarrow.RecordBatch`.
+
+    Each rollout has its own copies of the arrays, so that a rollout does not keep the batch in memory.
+
+    Args:
+        batch: the batch, which may have other columns too; see `read_columns`.
+        rows: the number of each row, for errors; counted from 0 if None.
+
+    Raises:
+        InvalidInputError: a column cannot be read, or a row holds no valid rollout; the error names it.
+    """
+    columns = read_columns(batch, schema())
+    readers = {
+        field.name: _reader(columns, field.type, column.name or field.name) for field, column in _ROLLOUT
+    }
+    rows = range(len(batch)) if rows is None else rows
+    del batch
+    for row, number in enumerate(rows):
+        try:
+            rollout = Rollout(**{name: read(row) for name, read in readers.items()})
+            check_rollout(rollout)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"rollout {number}: {error}") from error
+        yield rollout
+
+
+def _reader(columns: Mapping[str, Any], kind: Any, name: str) -> Callable[[int], Any]:
+    """Return a function that reads the value of one row."""
+    if kind == CandidateSets:
+        return _Sets(columns).read
+    if kind in _ARRAYS:
+        return _Lists(columns[name]).__getitem__
+
+    def read(row: int) -> Any:
+        value = columns[name][row].as_py()
+        return None if value is None else _COLUMNS[kind].read(value)
+
+    return read
+
+
+def read_columns(batch: Any, fields: Iterable[Any]) -> dict[str, Any]:
+    """Return the columns of a `pyarrow.RecordBatch` that `fields` names, with the types of the fields.
+
+    A program that rewrites a file may store the same values with other types: pandas stores wider integers,
+    and Polars large lists. Such columns are cast if every value stays the same.
+
+    Raises:
+        InvalidInputError: the batch lacks a column, or a column cannot be cast; the error names the column.
+    """
+    columns = {}
+    for field in fields:
+        if field.name not in batch.schema.names:
+            raise InvalidInputError(f"{field.name}: got no such column, expected {field.type}")
+        try:
+            columns[field.name] = _cast(field, batch.column(field.name))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{field.name}: {error}") from None
+    return columns
+
+
+def _cast(field: Any, column: Any) -> Any:
+    """Return a column with the type of `field`, or raise InvalidInputError if a value would change."""
+    pa, kind = pyarrow(), field.type
+    if not field.nullable and column.null_count:
+        raise InvalidInputError(f"got null, expected {kind}")
+    if column.type == kind:
+        return column
+    if pa.types.is_null(column.type):
+        return pa.nulls(len(column), kind)
+    if pa.types.is_dictionary(column.type):
+        return _cast(field, column.dictionary_decode())
+    refused = InvalidInputError(f"got {column.type}, expected {kind}")
+    if pa.types.is_list(kind) and hasattr(column.type, "value_field"):
+        lengths = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+        values = _cast(kind.value_field, pa.compute.list_flatten(column))
+        return _cut(lengths, values, column.is_null() if column.null_count else None)
+    if pa.types.is_struct(kind) and pa.types.is_struct(column.type):
+        if missing := {one.name for one in kind} - {one.name for one in column.type}:
+            raise InvalidInputError(f"got no {min(missing)}, expected {kind}")
+        values = [_cast(one, pa.compute.struct_field(column, one.name)) for one in kind]
+        return pa.StructArray.from_arrays(values, fields=list(kind))
+    if (family := _family(kind)) is None or family != _family(column.type):
+        raise refused
+    try:
+        cast = column.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise InvalidInputError(f"{refused}: {error}") from None
+    # Arrow checks casts of integers and text, but rounds a double silently.
+    if family == "number" and not np.array_equal(
+        cast.drop_null().to_numpy(), column.drop_null().to_numpy(), equal_nan=True
+    ):
+        raise InvalidInputError(f"{refused}: a value would change")
+    return cast
+
+
+def _family(kind: Any) -> str | None:
+    """Return which other types can hold the values of an Arrow type."""
+    types = pyarrow().types
+    if types.is_integer(kind) or types.is_floating(kind):
+        return "number"
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return "text" if is_text else None
+
+
+class _Lists:
+    """An Arrow column that holds one list in each row.
+
+    `column[row]` returns a copy of the row's list, so that the list does not keep the whole column in memory.
+    """
+
+    def __init__(self, column: Any) -> None:
+        self.offsets = column.offsets.to_numpy()
+        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
+        self.values = column.values
+
+    def is_null(self, row: int) -> bool:
+        return bool(self._is_null[row])
+
+    def span(self, row: int) -> slice:
+        return slice(self.offsets[row], self.offsets[row + 1])
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        numbers: NDArray[Any] = self.values.to_numpy()[self.span(row)]
+        return numbers.copy()
+
+
+class _Sets:
+    """The three columns of candidate sets: token ids, log-probs, and sampled ids."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._ids, self._logprobs = _Lists(columns["candidate_ids"]), _Lists(columns["candidate_logprobs"])
+        self._sampled_ids = _Lists(columns["candidate_sampled_ids"])
+        self._output_ids = _Lists(columns["output_ids"])
+        self._positions, self._known = _Lists(self._ids.values), _Lists(self._logprobs.values)
+
+    def read(self, row: int) -> CandidateSets | None:
+        if self._ids.is_null(row):
+            return None
+        token_ids, offsets = self._flat(self._positions, self._ids.span(row))
+        logprobs = None
+        if not self._logprobs.is_null(row):
+            logprobs, _ = self._flat(self._known, self._logprobs.span(row))
+        sampled_ids = self._output_ids if self._sampled_ids.is_null(row) else self._sampled_ids
+        return CandidateSets(token_ids, logprobs, offsets, sampled_ids[row])
+
+    @staticmethod
+    def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Concatenate the lists in the rows `rows` of the column `lists`.
+
+        Return a new array with the elements of all these lists, and the offset of each list in this array.
+        """
+        offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
+        return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
+
+
+def _set_columns(sets: Sequence[CandidateSets | None], output_ids: Sequence[TokenIds]) -> list[Any]:
+    """Return the three columns of candidate sets."""
+    with_logprobs = [one if one is not None and one.has_logprobs else None for one in sets]
+    others = [
+        None if one is None or np.array_equal(one.sampled_ids, ids) else one.sampled_ids
+        for one, ids in zip(sets, output_ids, strict=True)
+    ]
+    return [
+        _nested(sets, [None if one is None else one.token_ids for one in sets], np.int32),
+        _nested(with_logprobs, [None if one is None else one.logprobs for one in with_logprobs], np.float32),
+        _lists(others, np.int32),
+    ]
+
+
+def _lists(rows: Sequence[NDArray[Any] | None], dtype: type[np.number[Any]]) -> Any:
+    values = np.concatenate([np.empty(0, dtype), *(row for row in rows if row is not None)])
+    return _with_offsets(rows, pyarrow().array(values))
+
+
+def _nested(
+    sets: Sequence[CandidateSets | None],
+    values: Sequence[NDArray[Any] | None],
+    dtype: type[np.number[Any]],
+) -> Any:
+    """Return an Arrow column with a list of lists in each row.
+
+    One row is one rollout. The row's outer list has one inner list for each candidate set of the rollout.
+    `values` has one flat array per rollout, with the token ids or the log-probs of all its sets. Each inner
+    list is the part of this array that belongs to one set.
+    """
+    sizes = [None if one is None else one.sizes for one in sets]
+    flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
+    inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])
+    return _with_offsets(sizes, _cut(inner_sizes, pyarrow().array(flat)))
+
+
+def _with_offsets(rows: Sequence[NDArray[Any] | None], values: Any) -> Any:
+    lengths = np.array([0 if row is None else len(row) for row in rows], np.int64)
+    is_null = np.array([row is None for row in rows], bool)
+    return _cut(lengths, values, pyarrow().array(is_null) if is_null.any() else None)
+
+
+def _cut(lengths: NDArray[np.int64], values: Any, mask: Any = None) -> Any:
+    pa = pyarrow()
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    kind = pa.list_(pa.field("element", values.type, nullable=False))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind, mask=mask)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerScores:
+    """The log-probs and the reward that a trainer computed for one rollout of T output tokens.
+
+    Attributes:
+        logprobs: float32 [T], the trainer's log-prob of each token over the whole vocabulary; or None.
+        masked_logprobs: float32 [T], the trainer's log-prob of each token over its candidate set; or None.
+        reward: the reward that the trainer gave to the rollout; or None.
+    """
+
+    logprobs: NDArray[np.float32] | None = None
+    masked_logprobs: NDArray[np.float32] | None = None
+    reward: float | None = None
+
+
+def trainer_fields() -> dict[str, Any]:
+    """Return the `pyarrow.Field` of each column that a trainer adds, by column name."""
+    pa = pyarrow()
+    floats = _list_of(pa.float32())
+    kinds = {"trainer_logprobs": floats, "trainer_masked_logprobs": floats, "reward": pa.float64()}
+    return {name: pa.field(name, kind) for name, kind in kinds.items()}
+
+
+def trainer_scores(values: Mapping[str, Any], num_tokens: int, row: int) -> TrainerScores:
+    """Return the trainer's values of one row, given as Arrow scalars."""
+
+    def floats(name: str) -> NDArray[np.float32] | None:
+        if name not in values or not values[name].is_valid:
+            return None
+        found: NDArray[np.float32] = values[name].values.to_numpy(zero_copy_only=False).copy()
+        if len(found) != num_tokens:
+            raise InvalidInputError(f"rollout {row}: {name}: got {len(found)} for {num_tokens} output_ids")
+        return found
+
+    reward = values["reward"].as_py() if "reward" in values else None
+    return TrainerScores(floats("trainer_logprobs"), floats("trainer_masked_logprobs"), reward)

@@ -1,0 +1,370 @@
+"""Encode rollouts and scores as JSON records or as binary frames, and decode them.
+
+A record is a JSON object with the fields that `rollout.py` declares, and with the number of ids of each list
+of token ids (`prompt_tokens`, `completion_tokens`, or `num_tokens`). Each field has the same name and value
+in JSON, except for the types in `_JSON`: token ids are lists, log-probs are base64 of little-endian float32,
+candidate sets are base64 of `sglang_topp.formats.pack`, `weight_spans` are SGLang's `weight_versions`, and
+seconds are in `timing`.
+
+A frame (`frame.py`) holds the record's JSON without arrays and sets, then the token ids, the log-probs, and
+the candidate sets, in this order.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import pybase64
+
+from sglang_topp import CandidateSets, formats
+from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
+from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
+from sglang_topp_client.rollout import (
+    FIELDS,
+    Field,
+    Logprobs,
+    Rollout,
+    Score,
+    Seconds,
+    TokenIds,
+    TokenRanges,
+    WeightSpans,
+    find_problems,
+    scored_ids,
+)
+from sglang_topp_client.wire.frame import FrameReader, encode_frame
+from sglang_topp_client.wire.typed_json import check_ids, convert, decode_json, parse_token_ids
+
+__all__ = [
+    "JSON_FIELDS",
+    "MEDIA_TYPES",
+    "Count",
+    "JsonField",
+    "WeightSpan",
+    "check_kept_mass",
+    "check_sets",
+    "from_frame",
+    "from_record",
+    "read_spans",
+    "to_frame",
+    "to_record",
+    "write_spans",
+]
+
+MEDIA_TYPES: dict[type[Rollout | Score], str] = {
+    Rollout: "application/vnd.sglang-topp.rollouts.v1",
+    Score: "application/vnd.sglang-topp.scores.v1",
+}
+"""The media types of answers whose messages begin with their length (`framing.py`).
+
+Each message holds a result as a frame, or a JSON object.
+"""
+
+_Result = TypeVar("_Result", Rollout, Score)
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_NUM_CANDIDATES = "num_candidates"
+_NO_LOGPROBS = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Durations in seconds."""
+
+    latency_s: Seconds
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+def write_spans(spans: WeightSpans) -> list[dict[str, Any]]:
+    """Return spans in the form of SGLang's field `weight_versions`."""
+    objects = []
+    start = 0
+    for version, count in spans:
+        objects.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return objects
+
+
+def read_spans(field: str, objects: Sequence[WeightSpan]) -> WeightSpans:
+    """Return the spans in the form of SGLang's field `weight_versions`, without those of no token.
+
+    Raises:
+        WireError: the spans do not begin at token 0, or one does not begin at the end of the span before.
+    """
+    spans, end = [], 0
+    for one in objects:
+        if one.start != end or one.end < end:
+            raise WireError(field, f"got tokens {one.start} to {one.end}, expected those from {end} on")
+        if one.end > end:
+            spans.append((one.version, one.end - end))
+        end = one.end
+    return tuple(spans)
+
+
+def _read_logprobs(field: str, text: str) -> Logprobs:
+    try:
+        raw = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(field, f"not base64: {error}") from None
+    if len(raw) % FLOAT32.itemsize:
+        raise WireError(field, f"got {len(raw)} bytes, expected a multiple of {FLOAT32.itemsize}")
+    return np.frombuffer(raw, FLOAT32).astype(np.float32, copy=False)
+
+
+class JsonField(NamedTuple):
+    """How a type of field is written in JSON.
+
+    Attributes:
+        json: the type of the JSON value.
+        write: the conversion to JSON.
+        read: the conversion from JSON. Its arguments are the field's name in errors, and the JSON value.
+        name: the field's name in JSON, or "" if it is the attribute's name.
+        form: what the field's description says of the JSON value.
+    """
+
+    json: Any
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[str, Any], Any] = lambda _, value: value
+    name: str = ""
+    form: str = ""
+
+
+_JSON: dict[Any, JsonField] = {
+    int: JsonField(Count),
+    TokenIds: JsonField(list[int], np.ndarray.tolist, parse_token_ids),
+    Logprobs: JsonField(
+        str,
+        lambda logprobs: pybase64.b64encode(logprobs.astype(FLOAT32).tobytes()).decode("ascii"),
+        _read_logprobs,
+        form="base64 of little-endian float32",
+    ),
+    CandidateSets: JsonField(
+        str,
+        formats.pack_base64,
+        lambda _, text: formats.unpack_base64(text),
+        form="base64 of `sglang_topp.formats.pack`",
+    ),
+    Seconds: JsonField(
+        Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
+    ),
+    WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+    TokenRanges: JsonField(
+        list[tuple[Count, Count]],
+        lambda ranges: [list(one) for one in ranges],
+        lambda _, ranges: tuple(ranges),
+    ),
+}
+_ARRAYS = (TokenIds, Logprobs, CandidateSets)
+
+
+def _json_fields(result: type[Rollout | Score]) -> tuple[tuple[Field, JsonField], ...]:
+    pairs = []
+    for field in FIELDS[result]:
+        found = _JSON.get(field.type, JsonField(field.type))
+        pairs.append((field, found._replace(name=found.name or field.name)))
+    return tuple(pairs)
+
+
+JSON_FIELDS = {one: _json_fields(one) for one in FIELDS}
+"""Each field of a result's class, with how it is written in JSON under its `name`."""
+
+
+def _record_type(result: type[Rollout | Score], *, framed: bool) -> type[msgspec.Struct]:
+    """Return a type that msgspec decodes a record into. A frame's JSON has no arrays."""
+    declared: list[Any] = [(_NUM_CANDIDATES, Count | None)] if framed else []
+    for field, in_json in JSON_FIELDS[result]:
+        if field.count_name:
+            declared.append((field.count_name, Count))
+        if framed and field.type in _ARRAYS:
+            continue
+        kind = in_json.json | None if field.is_optional else in_json.json
+        default = field.default if field.default in (MISSING, None) else in_json.write(field.default)
+        declared.append((in_json.name, kind, *(() if default is MISSING else (default,))))
+    return msgspec.defstruct(f"{result.__name__}Record", declared, kw_only=True)
+
+
+_RECORDS = {one: _record_type(one, framed=False) for one in FIELDS}
+_FRAMED = {one: _record_type(one, framed=True) for one in FIELDS}
+
+
+def to_record(result: Rollout | Score) -> dict[str, Any]:
+    """Return a result as a JSON object, ready for `json.dumps`."""
+    return _to_record(result, framed=False)
+
+
+def _to_record(result: Rollout | Score, *, framed: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for field, in_json in JSON_FIELDS[type(result)]:
+        value = getattr(result, field.name)
+        if field.count_name:
+            record[field.count_name] = len(value)
+        if not framed or field.type not in _ARRAYS:
+            record[in_json.name] = None if value is None else in_json.write(value)
+    return record
+
+
+def from_record(result: type[_Result], record: Any, *, may_be_extended: bool = False) -> _Result:
+    """Decode a record that `to_record` encoded. Unknown fields of the record are ignored.
+
+    Args:
+        result: the class of the result.
+        record: the JSON object.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
+            candidate sets.
+
+    Raises:
+        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
+            field.
+    """
+    row = convert(record, _RECORDS[result], field="record")
+    values = _values(result, row, framed=False)
+    for field in FIELDS[result]:
+        if field.count_name and (count := getattr(row, field.count_name)) != len(values[field.name]):
+            raise WireError(field.count_name, f"got {count}, but there are {len(values[field.name])} ids")
+    return _checked(result(**values), may_be_extended=may_be_extended)
+
+
+def to_frame(result: Rollout | Score) -> bytes:
+    """Encode a result as a frame."""
+    record, sets = _to_record(result, framed=True), result.candidates
+    arrays = [getattr(result, field.name) for field in FIELDS[type(result)] if field.count_name]
+    arrays.append(result.logprobs)
+    if sets is not None:
+        arrays += [sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs]
+    return encode_frame(record | {_NUM_CANDIDATES: None if sets is None else len(sets.token_ids)}, arrays)
+
+
+def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int) -> _Result:
+    """Decode a frame that `to_frame` encoded. Unknown fields in the frame's JSON are ignored.
+
+    Args:
+        result: the class of the result.
+        raw: one frame.
+        max_bytes: the maximum length of the decompressed content.
+
+    Raises:
+        WireError: the frame was cut or altered, is too long, or does not hold a valid result; the error names
+            the field.
+    """
+    frame = FrameReader(raw, max_bytes=max_bytes)
+    row = decode_json(frame.text, _FRAMED[result], field="frame")
+    values = _values(result, row, framed=True)
+    for field in FIELDS[result]:
+        if field.count_name:
+            count = getattr(row, field.count_name)
+            values[field.name] = frame.int32(count, f"{count} {field.name}")
+            check_ids(field.name, values[field.name])
+    bare = result(**values, logprobs=_NO_LOGPROBS, candidates=None)
+    scored = scored_ids(bare)
+    logprobs = frame.float32(len(scored), f"{len(scored)} logprobs")
+    sets = None
+    if (num_candidates := getattr(row, _NUM_CANDIDATES)) is not None:
+        sizes = frame.int32(len(scored), "set sizes")
+        token_ids = frame.int32(num_candidates, "candidate ids")
+        candidate_logprobs = frame.float32(num_candidates, "candidate log-probs")
+        names = ("token_ids", "logprobs", "offsets", "sampled_ids")
+        with renaming_errors({name: f"candidates.{name}" for name in names}):
+            sets = CandidateSets(token_ids, candidate_logprobs, offsets_of(sizes), scored)
+    frame.end()
+    return _checked(replace(bare, logprobs=logprobs, candidates=sets), may_be_extended=False)
+
+
+def _values(result: type[Rollout | Score], row: msgspec.Struct, *, framed: bool) -> dict[str, Any]:
+    values = {}
+    for field, in_json in JSON_FIELDS[result]:
+        if not framed or field.type not in _ARRAYS:
+            value = getattr(row, in_json.name)
+            values[field.name] = None if value is None else in_json.read(in_json.name, value)
+    return values
+
+
+def _checked(result: _Result, *, may_be_extended: bool) -> _Result:
+    """Return a decoded result, or raise WireError if one of its fields contradicts another."""
+    for name, problem in find_problems(result):
+        names = {field.name: in_json.name for field, in_json in JSON_FIELDS[type(result)]}
+        raise WireError(names[name], problem)
+    if np.isnan(result.logprobs).any():
+        raise WireError("logprobs", f"got NaN at position {int(np.isnan(result.logprobs).argmax())}")
+    if result.candidates is not None:
+        check_sets(
+            result.candidates,
+            scored_ids(result),
+            result.logprobs,
+            field="candidates",
+            may_be_extended=may_be_extended,
+        )
+    if isinstance(result, Rollout) and result.appended_spans and not may_be_extended:
+        raise WireError(
+            "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
+        )
+    return result
+
+
+def check_sets(
+    candidates: CandidateSets,
+    output_ids: TokenIds,
+    logprobs: Logprobs,
+    *,
+    field: str,
+    may_be_extended: bool = False,
+) -> None:
+    """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
+
+    The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
+    compares the log-probs for equality. The check therefore also rejects sets of another position or request,
+    and log-probs that were computed at another temperature.
+
+    Args:
+        candidates: the candidate sets of T positions.
+        output_ids: int32 [T].
+        logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
+        field: the name of the sets in error messages.
+        may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
+            sets, and the log-prob 0.
+    """
+    if len(candidates) != len(output_ids):
+        raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
+    if len(wrong := np.flatnonzero(candidates.sampled_ids != output_ids)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got sampled token {candidates.sampled_ids[t]} at position {t}, expected {output_ids[t]}",
+        )
+    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
+        raise MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
+    if not candidates.has_logprobs:
+        raise WireError(field, "got sets without log-probs")
+    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got log-prob {candidates.sampled_logprobs[t]} of the sampled token at position {t}, expected"
+            f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
+        )
+
+
+def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
+    """Raise WireError if a set's total probability is too low or too high for the threshold `p`.
+
+    `CandidateSets.check_kept_mass` defines the limits.
+
+    Args:
+        candidates: the candidate sets of T positions.
+        p: the requested threshold, in (0, 1].
+        field: the name of the sets in error messages.
+    """
+    with renaming_errors({"logprobs": field}):
+        candidates.check_kept_mass(p)
