@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
@@ -162,6 +162,7 @@ class PackedSets:
         return int(np.maximum(np.array(self.sizes[:count], np.int64), 0).sum())
 
 
+@dataclass(slots=True, eq=False)
 class SetBuffer:
     """The sets of one request.
 
@@ -177,22 +178,14 @@ class SetBuffer:
         num_sent: how many candidates were sent, at `num_positions_sent` positions.
     """
 
-    __slots__ = (
-        *("first", "generated", "num_positions_sent", "num_sent"),
-        *("problem", "prompt", "prompt_version", "spans"),
-    )
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-        self.generated, self.prompt = PackedSets(), PackedSets()
-        self.spans: list[tuple[str, int]] = []
-        self.prompt_version = ""
-        self.problem: Problem | None = None
-        self.num_sent = self.num_positions_sent = 0
-
-    def __reduce__(self) -> tuple[object, ...]:
-        state = {name: getattr(self, name) for name in self.__slots__}
-        return SetBuffer, (), (None, state)
+    first: int = 0
+    generated: PackedSets = field(default_factory=PackedSets)
+    prompt: PackedSets = field(default_factory=PackedSets)
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    prompt_version: str = ""
+    problem: Problem | None = None
+    num_sent: int = 0
+    num_positions_sent: int = 0
 
     @property
     def end(self) -> int:

@@ -141,7 +141,7 @@ def test_sampling_without_logprobs_is_told() -> None:
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -161,9 +161,7 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
         taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
     assert [(row, status) for row, (_, status) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
-    sets = PromptSets(
-        RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused
-    )
+    sets = PromptSets(RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), taken.chunks, WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     word = buffer_of(first).problem
@@ -219,7 +217,7 @@ def test_a_prompt_position_without_a_token_has_no_set(
         start = 0
         for count in counts:
             part = extract(logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count])
-            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), (part,), WEIGHTS)
+            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), [part], WEIGHTS)
             sets.consume(SimpleNamespace(reqs=[req]), [None])
             start += count
         has_set = [row is not None for row in rows_of(req)]
@@ -247,7 +245,7 @@ def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tenso
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -292,7 +290,7 @@ def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Te
 def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
     logprobs: torch.Tensor, pushed: Weights, words: str
 ) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     before, after = (
         PromptSets(RequestedRows(("a", "b"), (0.9, 0.0)), (3, 0), chunk, each) for each in (WEIGHTS, pushed)
     )
@@ -312,7 +310,7 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
 
 def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
     """The chunks before its first scored position left KV of the old weights."""
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     sets = PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, Weights(4, "8"))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -320,7 +318,7 @@ def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Te
 
 
 def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     for weights in (Weights(2, "8"), WEIGHTS):
         req.sglang_topp_weights = weights
@@ -530,7 +528,7 @@ def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
 
 def test_a_prompt_position_with_nan_is_told(logprobs: torch.Tensor) -> None:
     logprobs[1, 7] = torch.nan
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, WEIGHTS).consume(
         SimpleNamespace(reqs=[req]), [None]

@@ -58,22 +58,9 @@ class Committed:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One scheduler step: its sets, its batch, and the length of each request's output before the step."""
-
-    output: Any
-    batch: Any
-    starts: list[int]
-
-    def consume(self) -> None:
-        """Add the sets of the step's tokens to the requests, after SGLang has appended the tokens."""
-        pairs = zip(self.batch.reqs, self.starts, strict=True)
-        self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
-
-
-# `_step` is a context variable, because SGLang does not pass the scheduler step to `stream_output`.
-_step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
+# The step that runs: it adds its sets to the requests. It is a context variable, because SGLang does not pass
+# the scheduler step to `stream_output`.
+_step: ContextVar[Callable[[], None] | None] = ContextVar("sglang_topp_step", default=None)
 
 
 @before("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", until="0.5.19")
@@ -119,7 +106,7 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
     try:
         original(self, batch, result)
         if step is not None:
-            step.consume()
+            step()
     finally:
         _free(result)
 
@@ -130,20 +117,27 @@ def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Add the step's sets to the requests before SGLang sends the tokens."""
     if (step := _step.get()) is not None:
         _step.set(None)
-        step.consume()
+        step()
     internals().align(reqs)
 
 
-def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the scheduler step that produced `result`, or None if `result` has no sets.
+def _step_of(batch: Any, result: Any) -> Callable[[], None] | None:
+    """Return what adds the sets of `result` to the requests, after SGLang has appended the tokens to them.
 
-    The returned `_Step` holds the host copies of the candidate sets.
+    Return None if `result` has no sets.
     """
     output = getattr(result, _HOST, None)
     if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
         # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so the sets are still on the device.
         output = taken.copy_to_host(lambda tensor: tensor.cpu())
-    return None if output is None else _Step(output, batch, [_num_visible(req) for req in batch.reqs])
+    if output is None:
+        return None
+    starts = [_num_visible(req) for req in batch.reqs]
+
+    def consume() -> None:
+        output.consume(batch, [_committed(*pair) for pair in zip(batch.reqs, starts, strict=True)])
+
+    return consume
 
 
 def _free(result: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_topp_patches.compat.releases import internals
-from sglang_topp_patches.hooks import Seam, after, around
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.scheduler.prefix_cache import Weights, weights_of
 from sglang_topp_patches.scheduler.requests import (
@@ -31,8 +31,8 @@ from sglang_topp_patches.scheduler.requests import (
     refuse,
     refuse_too_many,
 )
-from sglang_topp_patches.scheduler.sets import ExtractedSets, Sets, StagedSets, extract
-from sglang_topp_patches.scheduler.step import PassSets, RequestedRows, forward_pass_of
+from sglang_topp_patches.scheduler.sets import ExtractedSets, PassSets, Sets, StagedSets, extract
+from sglang_topp_patches.scheduler.step import RequestedRows, forward_pass_of
 from sglang_topp_patches.set_buffer import KEY, PackedSets, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
@@ -99,25 +99,18 @@ def forward(
     return result
 
 
-@around(
+@before(
     "sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs",
     until="0.5.16",
     state=SchedulerProcess,
 )
-def process_whole(
-    process: SchedulerProcess,
-    original: Callable[..., Any],
-    self: Any,
-    input_logits: Tensor,
-    logits_metadata: Any,
-) -> Any:
+def process_whole(process: SchedulerProcess, self: Any, input_logits: Tensor, logits_metadata: Any) -> None:
     """Extract all prompt sets of a pass together."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     extraction = _begin(process, self, logits_metadata, rows)
     if extraction is not None:
         extraction.extract(input_logits)
         extraction.finish()
-    return original(self, input_logits, logits_metadata)
 
 
 @around(
@@ -283,7 +276,7 @@ class PromptExtraction:
         self._pass.prompt = PromptSets(
             self._pass.rows,
             self._counts,
-            tuple(self.chunks),
+            self.chunks,
             self._process.prefix_cache.current_weights(),
             self.refused,
         )
@@ -302,7 +295,7 @@ def compute_logprobs_only(
     original(self, logits_output, forward_batch)
     forward_pass = forward_pass_of(forward_batch.top_logprobs_nums)
     if forward_pass is not None and forward_pass.prompt is not None:
-        internals().attach(logits_output, PassSets((forward_pass.prompt,)))
+        internals().attach(logits_output, forward_pass.prompt)
 
 
 @after("sglang.srt.managers.schedule_batch.Req.reset_for_retract")
@@ -331,7 +324,7 @@ def forget_rows(result: None, self: Any) -> None:
 
 
 @dataclass(frozen=True)
-class PromptSets:
+class PromptSets(PassSets):
     """The prompt sets of one forward pass, first on the device and later on the host.
 
     Attributes:
@@ -344,17 +337,9 @@ class PromptSets:
 
     rows: RequestedRows
     counts: tuple[int, ...]
-    chunks: tuple[Sets, ...]
+    chunks: list[Sets]
     weights: Weights
     refused: Mapping[int, tuple[str, HTTPStatus]] = field(default_factory=dict)
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> PromptSets:
-        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
-        return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
-
-    def settled(self) -> PromptSets:
-        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
-        return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `SetBuffer`."""
