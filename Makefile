@@ -86,7 +86,7 @@ demo: setup
 # Re-pin everything. Names no package index, so that it installs from whichever one is configured.
 PIN := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --extra data --extra cli \
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --extra data \
 	  --group dev \
 	  $(PIN) --output-file requirements.lock
 	$(BIN)/uv pip compile --group bench --constraint requirements.lock $(PIN) --output-file requirements-bench.lock

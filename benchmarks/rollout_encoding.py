@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
-from sglang_topp_client.codecs.rollout_binary import rollout_from_bytes, rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.wire.records import rollout_from_bytes, rollout_from_json, rollout_to_bytes
 from sglang_topp_server.api.encodings import SampleJson
 
 __all__ = ["run"]

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
+from sglang_topp_client.wire.records import rollout_to_bytes
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]

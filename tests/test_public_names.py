@@ -62,9 +62,7 @@ def test_all_is_pinned(module):
         assert getattr(imported, name) is not None
 
 
-@pytest.mark.parametrize(
-    "module", ["sglang_topp", "sglang_topp.formats", "sglang_topp.engine_contract.fatal_requests"]
-)
+@pytest.mark.parametrize("module", ["sglang_topp", "sglang_topp.formats", "sglang_topp.engine_contract"])
 def test_the_core_needs_numpy_and_pybase64_only(module):
     others = {"torch", "sglang", "aiohttp", "httpx", "fastapi", "pydantic", "tensordict"}
     code = f"import sys, {module}; print(*sorted(set(sys.modules) & {others}))"

@@ -24,16 +24,17 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions, ScoreOptions
-from sglang_topp_client.storage.rollout_files import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.storage.trainer_columns import (
+from sglang_topp_client.rollout import Rollout, Score
+from sglang_topp_client.storage.parquet_files import (
+    RolloutWriter,
     ScoredRollout,
     TrainerScores,
     add_trainer_columns,
+    load_rollouts,
     load_scored_rollouts,
+    save_rollouts,
 )
 from sglang_topp_client.sync_client import RolloutClient
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = [

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
     AbortedError,
@@ -25,28 +25,24 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client.progress import Progress
-from sglang_topp_client.protocols.sglang_generate import GenerateExchange
-from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
+from sglang_topp_client.protocols.sglang import GenerateExchange, GenerateScoreExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
-from sglang_topp_client.requests.plan_generate import SampleRequest
-from sglang_topp_client.requests.plan_score import ScoreRequest
-from sglang_topp_client.requests.resume import (
+from sglang_topp_client.requests import SampleRequest, ScoreRequest
+from sglang_topp_client.resume import (
     OnAbort,
+    OnTimeout,
     as_finished,
     continuation_request,
     empty_rollout,
 )
 from sglang_topp_client.retry_policy import RetryBudget, is_retryable
+from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
 from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.types.join_rollouts import join_parts
-from sglang_topp_client.types.rollout import ABORT, Rollout
-from sglang_topp_client.types.score import Score
 
-__all__ = ["OnTimeout", "Place", "Run", "RunOptions"]
+__all__ = ["Place", "Run", "RunOptions"]
 
-OnTimeout: TypeAlias = Literal["raise", "return"]
 Place: TypeAlias = tuple[int, int]
 """A prompt index and a sample index."""
 Result = TypeVar("Result", Rollout, Score)
@@ -82,6 +78,7 @@ class RunOptions:
     Attributes:
         keeps_going: whether the other prompts go on if one fails (`return_exceptions`).
         waits_out_refusals: whether a call waits for servers that accept no request at the moment (429, 503).
+        headers: additional headers of the HTTP calls.
     """
 
     request_id: str
@@ -93,6 +90,7 @@ class RunOptions:
     max_retries: int = 4
     waits_out_refusals: bool = True
     max_message_bytes: int = 512 * 2**20
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -357,7 +355,9 @@ class Run(Generic[Result]):
             options = {"timeout_s": self._left_s(), "max_bytes": self._options.max_message_bytes}
         exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
         key = server.routing_key(request.routing_key)
-        headers = {ROUTING_KEY: key} | ({"Accept": exchange.accept} if exchange.accept else {})
+        headers = {**self._options.headers, ROUTING_KEY: key}
+        if exchange.accept:
+            headers["Accept"] = exchange.accept
         job.server, job.exchange = server, exchange
         is_open = is_refused = False
         try:

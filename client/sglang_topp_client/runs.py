@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
+from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import Place, Run, RunOptions
 from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.http import ServerConfig
-from sglang_topp_client.transport.long_message_slots import UNLIMITED
-from sglang_topp_client.types.rollout import Rollout
-from sglang_topp_client.types.score import Score
 
 __all__ = ["Runs"]
 
@@ -42,9 +40,6 @@ class Runs:
         configs: the connection settings of one or several servers.
         kind: the servers' kind, or None to ask each server.
         max_retries: how often a failed call is retried.
-        max_long_messages: how many long messages the client reads at once from each server; see
-            `LongMessageSlots`. The default is no limit, because a limit makes the client stop reading some
-            answers for a while, and a server may drop a client that stops reading.
 
     Attributes:
         pauses: why this client's engines are paused, by base URL; see `Server`.
@@ -56,14 +51,13 @@ class Runs:
         *,
         kind: Kind | None,
         max_retries: int,
-        max_long_messages: int = UNLIMITED,
     ) -> None:
         self.pauses: dict[str, str] = {}
         self._configs = configs
         self._kinds: dict[str, Kind] = {}
         if kind is not None:
             self._kinds = dict.fromkeys((config.base_url for config in configs), kind)
-        self._max_retries, self._max_long_messages = max_retries, max_long_messages
+        self._max_retries = max_retries
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
 
     @property
@@ -174,12 +168,6 @@ class Runs:
             for other in list(self._loops):
                 if other.is_closed():
                     self._loops.pop(other, None)
-            servers = Servers(
-                self._configs,
-                self._kinds,
-                self.pauses,
-                max_long_messages=self._max_long_messages,
-                max_retries=self._max_retries,
-            )
+            servers = Servers(self._configs, self._kinds, self.pauses, max_retries=self._max_retries)
             self._loops[loop] = _LoopState(servers)
         return self._loops[loop]

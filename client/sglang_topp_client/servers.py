@@ -29,14 +29,14 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.protocols import sglang_tokenize
 from sglang_topp_client.protocols.lost_fields import (
     REFUSABLE,
     check_fields_of_answer,
     field_check_requests,
 )
+from sglang_topp_client.protocols.sglang import TOKENIZE_PATH, tokenize_body, tokenized_ids
 from sglang_topp_client.protocols.sidecar import SERVICE
-from sglang_topp_client.requests.prompts import Messages
+from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable
 from sglang_topp_client.transport import fd_limit
 from sglang_topp_client.transport.fd_limit import FileLimitError
@@ -79,8 +79,6 @@ class Server:
             All event loops share this mapping.
         pauses: maps the `base_url` of an engine that this client paused to the reason. All event loops share
             this mapping.
-        max_long_messages: how many long messages the client reads at once from this server; see
-            `LongMessageSlots`.
 
     Attributes:
         num_in_flight: the number of samples that the running calls asked for.
@@ -88,9 +86,7 @@ class Server:
         paused: why calls wait and since when, if the engine says that it is not ready, and otherwise empty.
     """
 
-    def __init__(
-        self, config: ServerConfig, kinds: dict[str, Kind], pauses: Mapping[str, str], max_long_messages: int
-    ) -> None:
+    def __init__(self, config: ServerConfig, kinds: dict[str, Kind], pauses: Mapping[str, str]) -> None:
         self.base_url = config.base_url
         self.num_in_flight = self._last_call = 0
         self.error: SglangToppError | None = None
@@ -98,7 +94,7 @@ class Server:
         self.paused = ""
         self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
         self._clock = asyncio.get_running_loop().time
-        self._http = HttpClient(config, max_long_messages, self.aborts_sent)
+        self._http = HttpClient(config, self.aborts_sent)
         self._kinds, self._pauses = kinds, pauses
         self._kind_lock = asyncio.Lock()
         self._calls: set[asyncio.Timeout] = set()
@@ -199,7 +195,7 @@ class Server:
         """
         try:
             answer = await self._http.request_json(
-                "POST", sglang_tokenize.PATH, sglang_tokenize.body(messages), timeout_s=_INFO_TIMEOUT_S
+                "POST", TOKENIZE_PATH, tokenize_body(messages), timeout_s=_INFO_TIMEOUT_S
             )
         except BadRequestError as error:
             raise BadRequestError(
@@ -208,7 +204,7 @@ class Server:
                 status=error.status,
                 body=error.body,
             ) from error
-        return sglang_tokenize.prompt_ids(answer)
+        return tokenized_ids(answer)
 
     @asynccontextmanager
     async def post(
@@ -406,7 +402,7 @@ class Servers:
     Args:
         configs: the servers' connection settings. The `max_connections` of the first config limits the calls
             to all servers together.
-        kinds, pauses, max_long_messages: see `Server`.
+        kinds, pauses: see `Server`.
         max_retries: the maximum number of retries of a failed call.
 
     Attributes:
@@ -419,10 +415,9 @@ class Servers:
         kinds: dict[str, Kind],
         pauses: Mapping[str, str],
         *,
-        max_long_messages: int,
         max_retries: int,
     ) -> None:
-        self.all = [Server(config, kinds, pauses, max_long_messages) for config in configs]
+        self.all = [Server(config, kinds, pauses) for config in configs]
         self.slots = asyncio.Semaphore(fd_limit.max_connections(configs[0].max_connections))
         self._max_retries = max_retries
         self._num_calls = 0

@@ -41,7 +41,7 @@ from sglang_topp.errors import (
     TransportError,
     WireError,
 )
-from sglang_topp_client.codecs.error_json import error_to_json
+from sglang_topp_client.wire.error_json import error_to_json
 
 __all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Limits", "Settings"]
+
+
+def _limit(default: Any, what: str) -> Any:
+    """Declare a limit, which is also an option of `sglang-topp serve` and `sidecar`; `what` is its help."""
+    return field(default=default, metadata={"help": what})
 
 
 @dataclass(frozen=True)
 class Limits:
     """The limits of one sidecar on requests and memory. The time limit of a request is its caller's alone.
 
-    Attributes:
-        max_in_flight: number of samples in flight, over all requests, from which on requests get a 429. A
-            sample is in flight from the last byte of its request's body to the last byte of the answer.
-        max_samples: maximum number of samples per rollout request, over all prompts. Also the maximum number
-            of sequences per score request.
-        max_body_bytes: maximum bytes of one request body. At most four bodies of more than 64 KiB are in
-            memory at once; others wait.
-        io_timeout_s: maximum seconds that a caller may take to send its request body, before it gets a 408.
-            Also the maximum seconds for which a caller may leave its answer unread, before the kernel resets
-            the connection (Linux only).
-        max_held_bytes: maximum bytes of finished samples that are not sent yet, over all requests. If all
-            requests together exceed this maximum, the request that holds the most bytes ends with an error.
+    A sample is in flight from the last byte of its request's body to the last byte of the answer. If the
+    finished samples of all requests together exceed `max_held_bytes`, the request that holds the most ends
+    with an error.
     """
 
-    max_in_flight: int = 8192
-    max_samples: int = 8192
-    max_body_bytes: int = 64 * 2**20
-    io_timeout_s: float = 60.0
-    max_held_bytes: int = 4 * 2**30
+    max_in_flight: int = _limit(8192, "samples at once from which on requests get a 429")
+    max_samples: int = _limit(8192, "maximum samples of one request: prompts times n, or sequences to score")
+    max_body_bytes: int = _limit(64 * 2**20, "maximum bytes of one request body")
+    io_timeout_s: float = _limit(
+        60.0,
+        "seconds that a caller has to send its body before it gets a 408, and that it may leave its answer"
+        " unread before its connection is reset (Linux)",
+    )
+    max_held_bytes: int = _limit(4 * 2**30, "maximum bytes of finished samples that wait for their callers")
 
 
 @dataclass(frozen=True)

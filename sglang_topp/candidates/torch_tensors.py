@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CandidateTensors", "to_torch"]
+__all__ = ["CandidateTensors", "to_device", "to_torch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +80,9 @@ def to_torch(
         parts[0].view(torch.int64),
         parts[2].view(torch.int32),
     )
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to `device`. If it is a GPU, the copy is asynchronous, from pinned memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.nucleus import sampler_support_triton, top_p_triton
-from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp.nucleus.kernel_error_codes import row_error
+from sglang_topp.nucleus.argument_checks import row_error
 from sglang_topp.nucleus.top_p_torch import sort_key_descending
 
 __all__ = [
@@ -55,7 +55,7 @@ class StagingArea:
         rows: int32 [4, B], or [4, R] from `stage_support`. Each column describes one row of log-probs by
             four numbers: the set size, the index of the set's first candidate in `entries`, an error code,
             and the error's detail. For a set with candidates, an index of -1 means that the set did not fit
-            in the staging area. `kernel_error_codes` lists the error codes and their details.
+            in the staging area. `argument_checks` lists the error codes and their details.
         is_by_id: whether tokens of equal log-probs in a set are in the order of their ids.
     """
 

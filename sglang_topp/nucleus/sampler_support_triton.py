@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
-from sglang_topp.nucleus.kernel_error_codes import (
+from sglang_topp.nucleus.argument_checks import (
     NOT_LOGPROBS,
     SAMPLED_OUT_OF_RANGE,
     TOKEN_OUT_OF_RANGE,
@@ -44,7 +44,7 @@ def count(
 ) -> Tensor:
     """Return int32 [3, R]: the set size, the error code, and the error detail of each row.
 
-    `kernel_error_codes` lists the error codes and their details.
+    `argument_checks` lists the error codes and their details.
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
-from sglang_topp.nucleus.kernel_error_codes import NOT_LOGPROBS, SAMPLED_OUT_OF_RANGE
+from sglang_topp.nucleus.argument_checks import NOT_LOGPROBS, SAMPLED_OUT_OF_RANGE
 
 __all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
 
@@ -60,7 +60,7 @@ class Cuts(NamedTuple):
 
     Attributes:
         sizes: int32 [B], the number of candidates of each row, including the sampled token.
-        error_codes: int32 [B], the error code of each row (`kernel_error_codes`), or 0 if the row has no
+        error_codes: int32 [B], the error code of each row (`argument_checks`), or 0 if the row has no
             error.
         highest: float32 [B], the highest log-prob of each row, or NaN if the row holds NaN.
         keys: int32 [B], the nucleus cutoff of each row, as a sort key (`top_p_torch.sort_key_descending`). A

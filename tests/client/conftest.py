@@ -17,11 +17,9 @@ import uvicorn
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout, Score, retry_policy
-from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
-from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
+from sglang_topp_client.rollout import spans_to_json
 from sglang_topp_client.transport.framing import frame_head
-from sglang_topp_client.types.weight_spans import spans_to_json
+from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
 
 NUM_TOKENS = 3
 

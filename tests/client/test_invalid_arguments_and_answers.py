@@ -14,13 +14,12 @@ from sglang_topp import errors
 from sglang_topp.errors import describe
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client.argument_checks import fresh_id, truncate
-from sglang_topp_client.codecs.error_json import error_from_json
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
-from sglang_topp_client.protocols.sglang_generate import GenerateExchange
+from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.transport.long_message_slots import UNLIMITED
+from sglang_topp_client.wire.error_json import error_from_json
+from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
 
 HUGE = 10**400
 
@@ -386,7 +385,7 @@ async def test_a_hostile_refusal(engine, body, retry_after):
         await reply.json(body, 429, Retry_After=retry_after)
 
     engine.script.append(refuse)
-    http = HttpClient(ServerConfig(engine.url), UNLIMITED)
+    http = HttpClient(ServerConfig(engine.url))
     with pytest.raises(errors.OverloadedError) as caught:
         await http.request_json("POST", "/generate", {}, timeout_s=30.0)
     await http.aclose()

@@ -30,7 +30,7 @@ class Balancer:
 
     def __init__(self, names, clock):
         configs = [ServerConfig(f"http://{name}") for name in names]
-        self.servers = Servers(configs, {}, {}, max_long_messages=1, max_retries=0)
+        self.servers = Servers(configs, {}, {}, max_retries=0)
         self.by_name = dict(zip(names, self.servers.all, strict=True))
         for server in self.servers.all:
             server._clock = clock

@@ -215,7 +215,7 @@ def test_a_client_that_a_finalizer_closes_on_a_background_thread(engine, which):
 
     owner = Owner()
     assert len(owner.client.generate([5])) == 1
-    thread, ended = owner.client._thread, owner.client._thread._running.thread
+    thread, ended = owner.client._thread, owner.client._thread._running
 
     async def collect():
         gc.collect()

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from sglang_topp_client import Rollout, RolloutClient, RolloutWriter, load_rollouts
 from tests.engine.start_servers import Engine
 from tests.examples.two_node_cluster import run_example, two_node_cluster
 
+pytest.importorskip("ray", reason="the group `ray` is not installed")
 NUM_PARTS, PER_PART = 24, 3
 
 

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
+from sglang_topp_patches.releases import Feature
 from tests.engine.pushed_weights import check_sets, restore_weights
 from tests.engine.requests_during_push import InFlight
 from tests.engine.start_servers import Engine, run_sidecar

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import json
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ import pytest
 
 from sglang_topp.errors import RequestError, RolloutError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient, load_rollouts
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_server.view.token_text import TokenTexts
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout
@@ -120,41 +119,30 @@ async def test_many_rollouts_as_they_finish(served: Served, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["sidecar", "engine"])
 def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_path: Path) -> None:
-    """Greedy samples, so that the table, the records, and the file show the same tokens."""
+    """Greedy samples, so that the table and the file show the same tokens."""
     url = getattr(served, where)
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "generate", "--url", url]
     command += ["--prompt", "one", "--prompt", "two", "--n", "2", "--top-logprobs-p", "0.9"]
     command += ["--max-new-tokens", "5", "--temperature", "0", "--sampling-params", '{"ignore_eos": true}']
 
-    as_json = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    records = sorted(
-        map(json.loads, as_json.stdout.splitlines()),
-        key=lambda record: (record["prompt_index"], record["sample_index"]),
-    )
-    assert len(records) == 4
-    for record in records:
-        for token_id, candidates in zip(record["output_ids"], record["candidates"], strict=True):
-            assert token_id in [candidate for candidate, _ in candidates]
-            assert sum(np.exp(logprob) for _, logprob in candidates) > 0.9 - 1e-5
+    subprocess.run([*command, "--out", str(tmp_path / "run")], check=True)
+    saved = sorted(load_rollouts(tmp_path / "run"), key=lambda one: (one.prompt_index, one.sample_index))
+    assert len(saved) == 4
+    for rollout in saved:
+        check_rollout(rollout, 0.9)
 
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     # The command found the served model's tokenizer by itself.
     assert shown.stderr == ""
     texts = TokenTexts(model_path)
-    for table, record in zip(shown.stdout.split("\n\n"), records, strict=True):
+    for table, rollout in zip(shown.stdout.split("\n\n"), saved, strict=True):
         heading, text, _, *rows = table.splitlines()
         assert "5 tokens, finish reason length, weights 'default'" in heading
-        assert ast.literal_eval(text) == record["text"]
-        for row, token_id in zip(rows, record["output_ids"], strict=True):
+        assert ast.literal_eval(text) == rollout.text
+        for row, token_id in zip(rows, rollout.output_ids.tolist(), strict=True):
             token = texts.text_of(token_id)
             literal = str(token_id) if token is None else repr(bytes(token) if type(token) is list else token)
             assert row.split(maxsplit=1)[1].startswith(f"{literal}  ")
-
-    subprocess.run([*command, "--out", str(tmp_path / "run")], check=True)
-    saved = list(load_rollouts(tmp_path / "run"))
-    assert len(saved) == 4
-    for rollout in saved:
-        check_rollout(rollout, 0.9)
 
 
 def test_the_documented_rollout_loop_with_resume_and_scores(served: Served) -> None:

@@ -55,7 +55,7 @@ def test_the_command_says_what_is_missing(base_install: Path) -> None:
         (["sidecar", "--engine-url", "http://127.0.0.1:1"], "server"),
         (["doctor"], "sglang"),
         (["rollouts", "rollouts.parquet"], "data"),
-        (["generate", "--url", "http://127.0.0.1:1", "--prompt", "a"], "cli"),
+        (["generate", "--url", "http://127.0.0.1:1", "--prompt", "a", "--out", "run"], "data"),
     ):
         ended = run(base_install / "sglang-topp", *arguments, check=False)
         assert ended.returncode == 2

@@ -14,11 +14,11 @@ import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
-from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.http.process_state import CallEndedError
+from sglang_topp_patches.internals import Sglang0514
 from sglang_topp_patches.memory import Budget
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
 from sglang_topp_patches.scheduler.prefix_cache import Weights

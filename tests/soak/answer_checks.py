@@ -9,8 +9,8 @@ import numpy as np
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
-from sglang_topp_client.codecs.error_json import error_from_json
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.wire.error_json import error_from_json
+from sglang_topp_client.wire.records import rollout_from_json
 from tests.engine.candidate_set_checks import ROUNDING, check_rollout, checked_sets
 from tests.soak.random_requests import VOCAB_SIZE, Ask
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sglang_topp.engine_contract.resumable_sampling_params import find_resume_problem
+from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import RolloutError
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from tests.soak.answer_checks import check_whole

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from sglang_topp import formats
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.wire.records import rollout_from_json
 from tests.engine.candidate_set_checks import checked_sets
 from tests.soak.answer_checks import check_chunk, check_lines, check_whole, events, samples_of
 from tests.soak.checked_callers import LIMIT_S, AbortedError, Callers, Order, require_idle

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sglang_topp import formats
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
-from sglang_topp_client.codecs.json_fields import parse_token_ids, read_field
-from sglang_topp_client.types.rollout import SAMPLER
+from sglang_topp_client.rollout import SAMPLER
+from sglang_topp_client.wire.field_checks import parse_token_ids, read_field
 
 __all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
 

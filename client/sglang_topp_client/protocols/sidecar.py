@@ -18,7 +18,7 @@ truncated answer has no final message. The message `{"error": {...}}` reports a 
     {"done": true, "rollouts": 8}
 
 The client's `Accept` header asks for messages that begin with their length (`framing.py`). A sidecar that
-supports them encodes each result in binary form (`rollout_binary.py`, `score_codecs.py`), and the final
+supports them encodes each result in binary form (`wire/records.py`), and the final
 message or an error message as JSON. Any other sidecar sends every message as a line of JSON.
 """
 
@@ -29,18 +29,22 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
-from sglang_topp_client.codecs import rollout_binary, score_codecs
-from sglang_topp_client.codecs.answer_consistency import check_kept_mass
-from sglang_topp_client.codecs.binary_frame import is_frame
-from sglang_topp_client.codecs.error_json import error_from_json
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
-from sglang_topp_client.requests.plan_generate import SampleRequest, check_source
-from sglang_topp_client.requests.plan_score import ScoreRequest
-from sglang_topp_client.types.rollout import ABORT, SAMPLER, Rollout
-from sglang_topp_client.types.score import Score
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
+from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
+from sglang_topp_client.wire.error_json import error_from_json
+from sglang_topp_client.wire.field_checks import check_kept_mass
+from sglang_topp_client.wire.frame import is_frame
+from sglang_topp_client.wire.records import (
+    ROLLOUTS_MEDIA_TYPE,
+    SCORES_MEDIA_TYPE,
+    rollout_from_bytes,
+    rollout_from_json,
+    score_from_bytes,
+    score_from_json,
+)
 
 __all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
 
@@ -155,7 +159,7 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
     """One `POST /rollouts` request and its answer."""
 
     path = "/rollouts"
-    media_type = rollout_binary.MEDIA_TYPE
+    media_type = ROLLOUTS_MEDIA_TYPE
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
@@ -179,7 +183,7 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
         return body
 
     def _from_bytes(self, raw: bytes) -> Rollout:
-        return rollout_binary.rollout_from_bytes(raw, max_bytes=self._max_bytes)
+        return rollout_from_bytes(raw, max_bytes=self._max_bytes)
 
     def _from_json(self, record: dict[str, Any]) -> Rollout:
         return rollout_from_json(record)
@@ -214,7 +218,7 @@ class ScoresExchange(_SidecarExchange[Score]):
     """One `POST /scores` request and its answer."""
 
     path = "/scores"
-    media_type = score_codecs.MEDIA_TYPE
+    media_type = SCORES_MEDIA_TYPE
     missing_route = (
         "this sidecar has no /scores, because its version of sglang-topp is too old to score; install the"
         " client's version there, or use its engine directly (kind='sglang')"
@@ -233,10 +237,10 @@ class ScoresExchange(_SidecarExchange[Score]):
         }
 
     def _from_bytes(self, raw: bytes) -> Score:
-        return score_codecs.score_from_bytes(raw, max_bytes=self._max_bytes)
+        return score_from_bytes(raw, max_bytes=self._max_bytes)
 
     def _from_json(self, record: dict[str, Any]) -> Score:
-        return score_codecs.score_from_json(record)
+        return score_from_json(record)
 
     def _check(self, result: Score) -> tuple[int, Score]:
         wanted = self._wanted

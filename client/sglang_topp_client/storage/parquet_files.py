@@ -1,32 +1,63 @@
-"""Read and write Parquet files of rollouts: whole files appear at once, and altered files are errors."""
+"""Save rollouts to Parquet files, load them, and add a trainer's log-probs and rewards.
+
+A file appears under its name only once it is complete and on disk, and an altered file is an error: Parquet's
+checksums cover its pages. `parquet_columns.py` lists the columns. Needs pyarrow (`sglang-topp[data]`).
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
 
-from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client.storage.rollout_columns import pyarrow
-from sglang_topp_client.storage.rollout_columns import schema as rollout_schema
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sglang_topp.errors import InvalidInputError, WireError, describe
+from sglang_topp_client.argument_checks import whole_number
+from sglang_topp_client.rollout import Rollout
+from sglang_topp_client.storage.parquet_columns import (
+    TrainerScores,
+    check_rollout,
+    num_bytes_of,
+    pyarrow,
+    read_columns,
+    schema,
+    to_batch,
+    to_rollouts,
+    trainer_fields,
+    trainer_scores,
+)
+from sglang_topp_client.storage.parquet_columns import schema as rollout_schema
 
 __all__ = [
     "PART_NAME",
+    "RolloutWriter",
+    "ScoredRollout",
+    "TrainerScores",
+    "add_trainer_columns",
     "check_new",
     "files_of",
+    "load_rollouts",
+    "load_scored_rollouts",
     "new_parquet_file",
     "read_batches",
     "reading",
+    "save_rollouts",
     "sync_directory",
 ]
 
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
 """Matches the file name of a finished part written by `RolloutWriter`, and captures the part's number."""
 
+_Path: TypeAlias = "str | os.PathLike[str]"
+_MAX_GROUP_BYTES = 1 << 26
 _MAX_ROWS = 256
 # The text columns that Parquet stores with dictionary encoding. Float columns must not use it, because it may
 # replace a value by an equal value with other bits, such as -0.0 by 0.0.
@@ -189,3 +220,370 @@ def reading(path: str) -> Iterator[None]:
         if isinstance(error, WireError) or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise WireError(path, f"cannot be read, so it was cut or altered: {error}") from error
+
+
+def save_rollouts(
+    path: _Path, rollouts: Iterable[Rollout], *, row_group_size: int = 256, overwrite: bool = False
+) -> None:
+    """Write rollouts to one Parquet file.
+
+    The file appears under the name `path` only once all rollouts are in the file. If iterating over
+    `rollouts` raises an error, no file is written. To keep the rollouts that came before the error, use
+    `RolloutWriter`.
+
+    Args:
+        path: the file.
+        rollouts: any number of rollouts. The iterable is consumed one rollout at a time, after `path` was
+            checked: with `save_rollouts(path, client.stream(...))`, a wrong path costs no work.
+        row_group_size: the maximum number of rollouts in a Parquet row group. `save_rollouts` holds one row
+            group in memory. A row group also ends if the next rollout would increase the row group's size
+            beyond 64 MiB.
+        overwrite: whether to replace a file that exists. If False, such a `path` raises InvalidInputError.
+
+    Raises:
+        InvalidInputError: `path` already exists; an array does not have the dtype or the length that the
+            docstring of `Rollout` states; or a text cannot be encoded as UTF-8. The error names the path or
+            the field.
+        OSError: the file cannot be written; the error names the file.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    pyarrow()
+    whole_number("row_group_size", row_group_size, 1)
+    path = Path(path)
+    check_new(path, overwrite=overwrite)
+    with new_parquet_file(path, schema()) as write:
+        group = _Group(row_group_size)
+        for rollout in rollouts:
+            check_rollout(rollout)
+            if group.is_full or not group.has_room_for(rollout):
+                write(to_batch(group.take()))
+            group.add(rollout)
+        if group.rollouts:
+            write(to_batch(group.take()))
+
+
+def load_rollouts(path: _Path) -> Iterator[Rollout]:
+    """Yield the rollouts of a file, or of a directory written by `RolloutWriter`, in the order of writing.
+
+    Every field is restored bit for bit. The returned iterator holds up to 256 rollouts in memory at a time.
+    Another process may write to the directory at the same time. The iterator yields only the rollouts of
+    files that existed when `load_rollouts` was called.
+
+    A file that another program rewrote, such as DuckDB, pandas, Polars, or `datasets`, may have other columns
+    in addition, and may store the same values with other types.
+
+    Raises:
+        WireError: a file was altered or truncated, or does not hold rollouts; the error names the file, and
+            the first column that cannot be read. The rollouts yielded before the error are valid.
+        OSError: the path cannot be read.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    # List the files before the generator starts, so that `load_rollouts` itself raises the error for a wrong
+    # path. If the generator listed the files, the error would wait until the caller takes the first rollout.
+    pyarrow()
+    return _load(files_of(path))
+
+
+def _load(files: Sequence[str]) -> Iterator[Rollout]:
+    for path, rows, batch in read_batches(files, schema().names):
+        with reading(path):
+            yield from to_rollouts(batch, rows)
+
+
+class RolloutWriter:
+    """A context manager that writes rollouts to a directory of Parquet files, called parts.
+
+    ::
+
+        with RolloutWriter("rollouts") as writer:
+            for rollout in client.stream(prompts, sampling_params, top_logprobs_p=0.9):
+                writer.write(rollout)
+
+    Each part is a complete Parquet file, so other processes may read the directory while a writer adds parts.
+    To read all parts, pass the directory's name to `load_rollouts`, pandas, pyarrow, or `datasets`. To read
+    all parts with DuckDB or Polars, pass the pattern `rollouts/*.parquet`. A killed process loses only the
+    rollouts of the part that is not yet on disk, at most `part_size`. Several writers may add parts to one
+    directory at the same time. All methods block.
+
+    Args:
+        path: the directory, which the writer creates if it does not exist.
+        append: whether to add parts to a directory that already has parts. If False, a directory with
+            parts raises InvalidInputError, so that two runs are not mixed by accident.
+        part_size: the maximum number of rollouts in a part. The writer holds the rollouts of a part in memory
+            until it writes the part's file. The writer also ends a part if the next rollout would increase
+            the part's size beyond 64 MiB.
+
+    Attributes:
+        path: the directory.
+
+    Raises:
+        InvalidInputError: the path is a file, or the directory has parts and `append` is not set.
+        OSError: the directory cannot be created.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+
+    def __init__(self, path: _Path, *, append: bool = False, part_size: int = 256) -> None:
+        pyarrow()
+        self.path = os.fspath(path)
+        self._group = _Group(whole_number("part_size", part_size, 1))
+        self._num_rollouts = 0
+        self._is_closed = False
+        folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise InvalidInputError(f"{self.path}: got a file, expected a directory or a new path")
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_directory(folder.parent)
+        numbers = [int(part[1]) for name in os.listdir(folder) if (part := PART_NAME.fullmatch(name))]
+        if numbers and not append:
+            raise InvalidInputError(
+                f"{self.path}: got a directory with {len(numbers)} parts, expected none; append=True adds to"
+                " them"
+            )
+        self._next_number = max(numbers, default=-1) + 1
+        # Another writer may use the same part numbers in this directory. The random suffix distinguishes
+        # the files of different writers.
+        self._suffix = uuid.uuid4().hex[:8]
+
+    @property
+    def num_rollouts(self) -> int:
+        """The number of rollouts that this writer has written to disk."""
+        return self._num_rollouts
+
+    def write(self, rollout: Rollout) -> None:
+        """Add a rollout. The rollout is on disk once its part file is full, or after `flush` or `close`.
+
+        Raises:
+            InvalidInputError: an array does not have the dtype or the length that the docstring of `Rollout`
+                states, or a text cannot be encoded as UTF-8; the error names the field. The writer discards
+                the rejected rollout.
+            OSError: the part cannot be written; the error names the part. The writer discards the argument
+                `rollout`, and keeps the part's earlier rollouts in memory. The caller may call `write` again
+                with the same rollout.
+        """
+        self._check_open()
+        check_rollout(rollout)
+        if not self._group.has_room_for(rollout):
+            self.flush()
+        self._group.add(rollout)
+        if self._group.is_full:
+            try:
+                self.flush()
+            except BaseException:
+                self._group.remove_last()
+                raise
+
+    def flush(self) -> None:
+        """Write the unfinished part file to disk, so that all rollouts given to `write` are on disk.
+
+        Raises:
+            OSError: the part cannot be written; the error names the part. The writer keeps the rollouts of
+                the part in memory, so the caller may call `flush` again.
+        """
+        self._check_open()
+        if not self._group.rollouts:
+            return
+        # If this write fails, the next `flush` reuses the part number and the file name, so that no rollout
+        # is stored twice.
+        name = f"part-{self._next_number:06}-{self._suffix}.parquet"
+        with new_parquet_file(Path(self.path, name), schema()) as write:
+            write(to_batch(self._group.rollouts))
+        self._num_rollouts += len(self._group.take())
+        self._next_number += 1
+
+    def close(self) -> None:
+        """Write the unfinished part to disk and close the writer. Closing a closed writer does nothing.
+
+        Raises:
+            OSError: the part cannot be written; the error names the part. The writer stays open and keeps the
+                rollouts of the part in memory, so the caller may call `close` again.
+        """
+        if not self._is_closed:
+            self.flush()
+            self._is_closed = True
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError(f"{self.path}: this writer is closed")
+
+
+class _Group:
+    """A buffer of rollouts that will be written together, as one row group or one part."""
+
+    def __init__(self, max_rollouts: int) -> None:
+        self._max_rollouts = max_rollouts
+        self._num_bytes = 0
+        self.rollouts: list[Rollout] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rollouts) >= self._max_rollouts
+
+    def has_room_for(self, rollout: Rollout) -> bool:
+        return not self.rollouts or self._num_bytes + num_bytes_of(rollout) <= _MAX_GROUP_BYTES
+
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+        self._num_bytes += num_bytes_of(rollout)
+
+    def remove_last(self) -> None:
+        self._num_bytes -= num_bytes_of(self.rollouts.pop())
+
+    def take(self) -> list[Rollout]:
+        rollouts, self.rollouts, self._num_bytes = self.rollouts, [], 0
+        return rollouts
+
+
+class ScoredRollout(NamedTuple):
+    """A rollout, and the log-probs and the reward that a trainer recorded for the rollout."""
+
+    rollout: Rollout
+    scores: TrainerScores = TrainerScores()
+
+
+def load_scored_rollouts(
+    path: _Path, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, ScoredRollout]]:
+    """Yield each saved rollout's index, and a ScoredRollout with the rollout and the trainer's values.
+
+    Args:
+        path: a file, or a directory written by `RolloutWriter`.
+        wanted: the indices of the rollouts to read, counted from 0 over all files, or None to read all
+            rollouts.
+
+    Raises:
+        WireError: a file was altered or truncated, or holds no rollouts; the error names the file.
+        OSError: the path cannot be read.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    pyarrow()
+    return _load_scored(files_of(path), wanted)
+
+
+def _load_scored(files: Sequence[str], wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
+    fields = trainer_fields()
+    for path, rows, batch in read_batches(files, [*schema().names, *fields], wanted):
+        with reading(path):
+            known = [field for name, field in fields.items() if name in batch.schema.names]
+            columns = read_columns(batch, known)
+            for at, rollout in enumerate(to_rollouts(batch, rows)):
+                row, values = rows[at], {name: column[at] for name, column in columns.items()}
+                yield row, ScoredRollout(rollout, trainer_scores(values, len(rollout.output_ids), row))
+
+
+def add_trainer_columns(
+    path: _Path,
+    target: _Path,
+    *,
+    trainer_logprobs: Iterable[ArrayLike | None] | None = None,
+    trainer_masked_logprobs: Iterable[ArrayLike | None] | None = None,
+    rewards: Iterable[float | None] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Copy saved rollouts to a Parquet file, and add a trainer's log-probs and rewards as columns.
+
+    The copy keeps all other columns of `path`, such as those of an earlier call. `load_rollouts` can read it.
+    `sglang-topp view` shows its rewards, and importance ratios that it computes from the trainer's log-probs.
+    Each argument for a column has one value per rollout, in the order of the saved rollouts. A value may be
+    None, which the file stores as null. T is the number of a rollout's output tokens.
+
+    Args:
+        path: the file of the saved rollouts, or a directory written by `RolloutWriter`.
+        target: the file to write.
+        trainer_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over the
+            whole vocabulary, at the rollout's temperature. `sglang-topp view` ignores the log-probs of tokens
+            that `Rollout.extend` appended.
+        trainer_masked_logprobs: float [T] for each rollout, the trainer's log-probs of the output tokens over
+            their candidate sets, as `sglang_topp.replay.score_logits` returns them.
+        rewards: one number for each rollout.
+        overwrite: whether to replace `target`, which may be `path`, if it exists. If False, a `target` that
+            exists raises InvalidInputError.
+
+    Raises:
+        InvalidInputError: the file `target` exists; no column is given; or a column has too few, too many, or
+            invalid values. If an error is about a column, the message states the column's name.
+        WireError: the rollouts cannot be read; the error names the file.
+        OSError: a file cannot be read or written; the error names the file.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    given = {
+        "trainer_logprobs": trainer_logprobs,
+        "trainer_masked_logprobs": trainer_masked_logprobs,
+        "reward": rewards,
+    }
+    added = {name: _Values(name, values) for name, values in given.items() if values is not None}
+    if not added:
+        raise InvalidInputError(
+            "got no column, expected trainer_logprobs, trainer_masked_logprobs, or rewards"
+        )
+    pa = pyarrow()
+    check_new(Path(target), overwrite=overwrite)
+    files = files_of(path)
+    fields = [*schema(), *_others(files, without=added), *(trainer_fields()[name] for name in added)]
+    with new_parquet_file(Path(target), pa.schema(fields)) as write:
+        for file, _, batch in read_batches(files):
+            with reading(file):
+                columns = read_columns(batch, fields[: -len(added)])
+            lengths = pa.compute.list_value_length(columns["output_ids"]).to_pylist()
+            for name, values in added.items():
+                columns[name] = pa.array(
+                    [values.next(length) for length in lengths], trainer_fields()[name].type
+                )
+            write(pa.record_batch(list(columns.values()), schema=pa.schema(fields)))
+        for values in added.values():
+            values.check_end()
+
+
+def _others(files: Sequence[str], *, without: Collection[str]) -> list[Any]:
+    """Return the fields of the columns that are neither a rollout's nor in `without`."""
+    pa = pyarrow()
+    schemas = []
+    for file in files:
+        with reading(file):
+            found = pa.parquet.read_schema(file).remove_metadata()
+            mine = {*schema().names, *without}
+            schemas.append(pa.schema([field for field in found if field.name not in mine]))
+            others = pa.unify_schemas(schemas)
+    return list(others) if schemas else []
+
+
+class _Values:
+    """The values of one added column. The caller gives one value per rollout, as an iterable."""
+
+    def __init__(self, name: str, values: Iterable[Any]) -> None:
+        self._name, self._values, self._row = name, iter(values), 0
+
+    def next(self, num_tokens: int) -> Any:
+        """Return the next rollout's value after a check."""
+        row, self._row = self._row, self._row + 1
+        try:
+            value = next(self._values)
+        except StopIteration:
+            raise InvalidInputError(
+                f"{self._name}: got {row} values, expected one for each rollout"
+            ) from None
+        if value is None:
+            return None
+        is_reward = self._name == "reward"
+        expected = "a number" if is_reward else f"a list or an array of {num_tokens} numbers"
+        try:
+            numbers = np.asarray(value, np.float64 if is_reward else np.float32)
+        except (TypeError, ValueError):
+            got = describe(value)
+        else:
+            if numbers.shape == (() if is_reward else (num_tokens,)):
+                return numbers[()]
+            got = f"shape {list(numbers.shape)}"
+        raise InvalidInputError(f"{self._name}: rollout {row}: got {got}, expected {expected}")
+
+    def check_end(self) -> None:
+        """Raise InvalidInputError if the caller's iterable has more values than there are rollouts."""
+        if next(self._values, self) is not self:
+            raise InvalidInputError(f"{self._name}: got more values than the {self._row} rollouts")

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from sglang_topp.errors import TransportError, WireError
-from sglang_topp_client.transport.long_message_slots import LongMessageSlots
 
 __all__ = ["frame_head", "frames", "lines", "whole"]
 
@@ -25,9 +24,7 @@ def frame_head(num_bytes: int) -> bytes:
     return num_bytes.to_bytes(_HEAD_BYTES, "little")
 
 
-async def lines(
-    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
-) -> AsyncGenerator[bytes, None]:
+async def lines(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
     """Yield the lines of an answer as they arrive, without their line ends.
 
     Raises:
@@ -37,30 +34,24 @@ async def lines(
     # Collect a line in one large buffer, and not in a list of chunks. malloc returns the memory of a large
     # buffer to the OS as soon as the buffer is freed.
     pending = bytearray()
-    with limit.reader() as reader:
-        async for data in body:
-            reader.note_received()
-            *ends, rest = data.split(b"\n")
-            for end in ends:
-                _check_length(len(pending) + len(end), max_bytes)
-                pending += end
-                line = bytes(pending).rstrip(b"\r")
-                # A line may be hundreds of MB long. To save memory, this loop frees the buffer `pending`
-                # before the caller decodes the line, and frees `line` before the next line is read.
-                pending = bytearray()
-                yield line
-                del line
-                reader.end_message()
-            _check_length(len(pending) + len(rest), max_bytes)
-            pending += rest
-            await reader.hold(len(pending))
+    async for data in body:
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            _check_length(len(pending) + len(end), max_bytes)
+            pending += end
+            line = bytes(pending).rstrip(b"\r")
+            # A line may be hundreds of MB long. To save memory, this loop frees the buffer `pending`
+            # before the caller decodes the line, and frees `line` before the next line is read.
+            pending = bytearray()
+            yield line
+            del line
+        _check_length(len(pending) + len(rest), max_bytes)
+        pending += rest
     if pending:
         raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
 
 
-async def frames(
-    body: AsyncIterator[bytes], limit: LongMessageSlots, max_bytes: int
-) -> AsyncGenerator[bytes, None]:
+async def frames(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
     """Yield the frames of an answer as they arrive, without their length prefixes.
 
     Raises:
@@ -68,27 +59,23 @@ async def frames(
         TransportError: the answer ends in the middle of a frame.
     """
     pending, length = bytearray(), None
-    with limit.reader() as reader:
-        async for data in body:
-            reader.note_received()
-            rest = memoryview(data)
-            while rest or length == 0:
-                num_missing = (_HEAD_BYTES if length is None else length) - len(pending)
-                pending += rest[:num_missing]
-                rest = rest[num_missing:]
-                if len(pending) < (_HEAD_BYTES if length is None else length):
-                    break
-                if length is None:
-                    length = int.from_bytes(pending, "little")
-                    _check_length(length, max_bytes)
-                    pending = bytearray()
-                    continue
-                frame = bytes(pending)
-                pending, length = bytearray(), None
-                yield frame
-                del frame
-                reader.end_message()
-            await reader.hold(len(pending))
+    async for data in body:
+        rest = memoryview(data)
+        while rest or length == 0:
+            num_missing = (_HEAD_BYTES if length is None else length) - len(pending)
+            pending += rest[:num_missing]
+            rest = rest[num_missing:]
+            if len(pending) < (_HEAD_BYTES if length is None else length):
+                break
+            if length is None:
+                length = int.from_bytes(pending, "little")
+                _check_length(length, max_bytes)
+                pending = bytearray()
+                continue
+            frame = bytes(pending)
+            pending, length = bytearray(), None
+            yield frame
+            del frame
     if pending or length is not None:
         of = "its length" if length is None else f"{length} bytes"
         raise TransportError(f"the answer was cut off in the middle of a frame: {len(pending)} bytes of {of}")

@@ -47,13 +47,11 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, truncate, whole_number
-from sglang_topp_client.codecs import rollout_binary, score_codecs
-from sglang_topp_client.codecs.error_json import error_from_json
 from sglang_topp_client.transport import fd_limit, framing
 from sglang_topp_client.transport.extra_headers import as_headers
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.long_message_slots import LongMessageSlots
-from sglang_topp_client.transport.trace_context import trace_headers
+from sglang_topp_client.wire.error_json import error_from_json
+from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE
 
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url", "server_urls"]
 
@@ -70,7 +68,7 @@ _MAX_ERROR_BYTES = 1 << 16
 # `probe` therefore waits in so many steps. In each step the loop reads what has arrived.
 _PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
-_FRAMED = (rollout_binary.MEDIA_TYPE, score_codecs.MEDIA_TYPE)
+_FRAMED = (ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE)
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +84,8 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
 class ServerConfig:
     """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
 
+    `throttle` passes on the bytes of each streamed answer, and may delay the reading of more.
+
     The client ignores the proxy settings of the environment, because the servers usually run in the client's
     own cluster, and need no proxy.
 
@@ -100,6 +100,7 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     ssl: SSLContext | None = None
+    throttle: Callable[[AsyncGenerator[bytes, None]], AsyncGenerator[bytes, None]] = lambda body: body
 
     def __post_init__(self) -> None:
         check_url("base_url", self.base_url)
@@ -168,14 +169,12 @@ class HttpClient:
 
     Args:
         config: the server's connection settings.
-        max_long_messages: how many long messages the client reads at once; see `LongMessageSlots`.
         before_close: awaited before the connections close, also if the event loop ends without `aclose`.
     """
 
     def __init__(
         self,
         config: ServerConfig,
-        max_long_messages: int,
         before_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._before_close = before_close
@@ -187,7 +186,7 @@ class HttpClient:
         self._base_url = config.base_url.rstrip("/")
         self._max_message_bytes = config.max_message_bytes
         self._ssl = config.ssl
-        self._limit = LongMessageSlots(max_long_messages)
+        self._throttle = config.throttle
         self._session: aiohttp.ClientSession | None = None
         self._closer: AsyncGenerator[None, None] | None = None
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -232,9 +231,9 @@ class HttpClient:
                 on_received()
                 if response.status != 200:
                     raise await _response_error(response)
-                body_bytes = _body_of(response, on_received)
+                body_bytes = self._throttle(_body_of(response, on_received))
                 cut = framing.frames if _media_type(response) in _FRAMED else framing.lines
-                async with aclosing(cut(body_bytes, self._limit, self._max_message_bytes)) as each:
+                async with aclosing(body_bytes), aclosing(cut(body_bytes, self._max_message_bytes)) as each:
                     yield each
 
     async def request_json(
@@ -338,7 +337,7 @@ class HttpClient:
             method,
             self._base_url + path,
             data=data,
-            headers={**headers, **trace_headers()},
+            headers=headers,
             allow_redirects=False,
         )
         try:
@@ -452,7 +451,7 @@ def _media_type(response: aiohttp.ClientResponse) -> str:
 
 async def _body_of(
     response: aiohttp.ClientResponse, on_received: Callable[[], None] = lambda: None
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Yield the body as it arrives, without decompressing it.
 
     Raises:

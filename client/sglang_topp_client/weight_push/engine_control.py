@@ -18,7 +18,6 @@ from sglang_topp.errors import (
     describe,
 )
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.transport.long_message_slots import UNLIMITED
 from sglang_topp_client.weight_push.tensor_check import CheckpointTensors
 
 __all__ = [
@@ -89,7 +88,7 @@ class EngineControl:
         self._has_draft = False
         self._via = via
         self._is_updating = False
-        self._http = HttpClient(config, UNLIMITED)
+        self._http = HttpClient(config)
         self._timeout_s = timeout_s
 
     async def check(self) -> None:

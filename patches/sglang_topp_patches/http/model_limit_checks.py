@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from inspect import signature
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import (
+from sglang_topp.engine_contract import (
     Model,
     check_sampling_params,
     check_token_ids,

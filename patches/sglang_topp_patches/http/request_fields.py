@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.capabilities import request_problem
 from sglang_topp_patches.hooks import after, around

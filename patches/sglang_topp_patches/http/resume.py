@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED, find_resume_problem
+from sglang_topp.engine_contract import RESUMED, find_resume_problem
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_patches.request import sets_request, without_fields
 
 __all__ = [

@@ -21,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_topp.engine_contract.resumable_sampling_params import RESUMED
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 from sglang_topp_patches.hooks import around, before

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from sglang_topp.malloc_trim import LARGE_BYTES
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.memory import trimmer
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import PassSets
 
 __all__ = ["add_to_stage_output", "take_from_stage_output"]

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import after, before
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import sets_request
 
 __all__ = ["PrefixCache", "Weights", "outside_kv_problem", "scores_prompt", "weights_of"]

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.prefix_cache import Weights, weights_of
 from sglang_topp_patches.scheduler.requests import (
     SchedulerProcess,

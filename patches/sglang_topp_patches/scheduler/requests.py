@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any
 from weakref import WeakSet
 
-from sglang_topp.engine_contract.resumable_sampling_params import (
+from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     RESUMED,
     find_resume_problem,

@@ -43,10 +43,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_topp import nucleus
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory import budget
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.set_buffer import PackedSet, pack_set
 
 if TYPE_CHECKING:

@@ -33,11 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.malloc_trim import LARGE_BYTES
-from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.memory import trimmer
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.requests import add_sets, is_refused
 from sglang_topp_patches.scheduler.sets import (

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus.host_to_device import to_device
-from sglang_topp_patches.compat.releases import internals
+from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp_patches.hooks import around
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import extract, extract_support, lowest_logprob
 from sglang_topp_patches.scheduler.step import GeneratedSets, RequestedRows, requested_rows
 

@@ -24,13 +24,19 @@ from sglang_topp_server.engine.client import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits import BodyReader, ConcurrencyLimit, DisconnectedError, MemoryLimit
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.abort import AbortAnswer, AbortBody, parse_abort
-from sglang_topp_server.schemas.error_answer import ErrorAnswer
-from sglang_topp_server.schemas.info import EngineInfo, Info, ModelInfo, PatchInfo
-from sglang_topp_server.schemas.rollouts import RolloutsAnswer, RolloutsBody
-from sglang_topp_server.schemas.scores import ScoresAnswer, ScoresBody
+from sglang_topp_server.schemas.answers import (
+    AbortAnswer,
+    EngineInfo,
+    ErrorAnswer,
+    Info,
+    ModelInfo,
+    PatchInfo,
+    RolloutsAnswer,
+    ScoresAnswer,
+)
+from sglang_topp_server.schemas.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
 from sglang_topp_server.settings import Limits
-from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.build_page import content_security_policy
 
 __all__ = ["create_app"]
 

@@ -18,10 +18,8 @@ from starlette.datastructures import Headers
 
 from sglang_topp import formats
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
-from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
 from sglang_topp_client.transport.framing import frame_head
+from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
 
 __all__ = [
     "CHUNK_BYTES",

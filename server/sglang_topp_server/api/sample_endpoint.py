@@ -27,7 +27,6 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.transport.trace_context import forward_trace
 from sglang_topp_server.api.encodings import (
     Encoding,
     JsonLines,
@@ -39,6 +38,7 @@ from sglang_topp_server.api.encodings import (
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.api.sample_endpoint_spec import EndpointSpec, place_of
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
+from sglang_topp_server.engine.trace_context import forward_trace
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits import (
     BodyReader,
@@ -49,7 +49,7 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.field_types import SampleBody
+from sglang_topp_server.schemas.requests import SampleBody
 from sglang_topp_server.settings import Limits
 
 __all__ = ["SampleEndpoint"]

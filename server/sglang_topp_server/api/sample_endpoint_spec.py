@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.codecs import rollout_binary, score_codecs
+from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
-from sglang_topp_server.schemas.field_types import SampleBody
-from sglang_topp_server.schemas.rollouts import parse_rollouts
-from sglang_topp_server.schemas.scores import parse_scores
+from sglang_topp_server.schemas.requests import SampleBody, parse_rollouts, parse_scores
 from sglang_topp_server.settings import Limits
 
 __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
@@ -50,7 +48,7 @@ ROLLOUTS = EndpointSpec(
     name="rollouts",
     result_noun="sample",
     index_field="prompt_index",
-    media_type=rollout_binary.MEDIA_TYPE,
+    media_type=ROLLOUTS_MEDIA_TYPE,
     parse=parse_rollouts,
     check=lambda request, model, survives_grammars: check_rollout_request(
         request, model, survives_grammars=survives_grammars
@@ -60,7 +58,7 @@ SCORES = EndpointSpec(
     name="scores",
     result_noun="sequence",
     index_field="sequence_index",
-    media_type=score_codecs.MEDIA_TYPE,
+    media_type=SCORES_MEDIA_TYPE,
     parse=parse_scores,
     check=lambda request, model, _: check_score_request(request, model),
 )

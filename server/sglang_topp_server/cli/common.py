@@ -11,8 +11,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGINE_KEY
@@ -23,6 +23,7 @@ __all__ = [
     "INTERRUPTED",
     "SIDECAR_KEY",
     "USAGE",
+    "Commands",
     "add_command",
     "count",
     "fail",
@@ -43,6 +44,8 @@ INTERRUPTED = 130
 
 SIDECAR_KEY = "SGLANG_TOPP_API_KEY"
 """The environment variable that holds the sidecar's API key, which callers must send."""
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def fail(message: str, status: int = FAILED) -> int:
@@ -101,9 +104,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     summary: str,
+    run: Callable[[argparse.Namespace], int],
     *,
     examples: Sequence[str],
     details: str = "",
@@ -116,6 +120,7 @@ def add_command(
         commands: the parsers of all subcommands.
         name: the subcommand's name.
         summary: one line for `sglang-topp --help`, and for the subcommand's own help.
+        run: runs the subcommand, and returns its exit status.
         examples: shell commands, for the end of the subcommand's help.
         details: sentences that follow the summary in the subcommand's help.
         notes: sentences that follow the options in the subcommand's help.
@@ -127,7 +132,7 @@ def add_command(
         description += f"\n\n{_fill(details)}"
     if notes:
         notes = f"{_fill(notes)}\n\n"
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=summary,
         usage=usage,
@@ -135,6 +140,8 @@ def add_command(
         epilog=f"{notes}examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def _fill(text: str) -> str:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_server.cli.commands import doctor, generate, rollouts, serve, sidecar, view
+from sglang_topp_server.cli import doctor, generate, saved_rollouts, serve
 from sglang_topp_server.cli.common import FAILED, INTERRUPTED, USAGE, fail
 
 __all__ = ["main"]
 
-_COMMANDS = (serve, sidecar, generate, rollouts, view, doctor)
-_EXTRAS = {
-    **dict.fromkeys(
-        ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core"), "server"
-    ),
-    "rich": "cli",
-}
+_OF_THE_SERVER_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
 _EPILOG = """\
 exit status:
   0    success; for serve and sidecar, after SIGINT or SIGTERM
@@ -50,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.sglang_args and not args.takes_sglang_args:
         parser.error("arguments after -- are SGLang's, and only `serve` starts it")
-    run: Callable[[argparse.Namespace], int] = args.run
     try:
-        status = run(args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -66,12 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = str(error.name).partition(".")[0]
         if name in ("pyarrow", "tokenizers"):
             return fail(str(error), USAGE)
-        if name not in _EXTRAS:
+        if name not in _OF_THE_SERVER_EXTRA:
             raise
-        extra = _EXTRAS[name]
         return fail(
-            f"{name} is not installed; this needs the {extra} extra: pip install 'sglang-topp[{extra}]'",
-            USAGE,
+            f"{name} is not installed; this needs the server extra: pip install 'sglang-topp[server]'", USAGE
         )
     except (SglangToppError, OSError) as error:
         return fail(str(error))
@@ -87,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
     parser.set_defaults(takes_sglang_args=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for module in (serve, generate, saved_rollouts, doctor):
+        module.add_parsers(commands)
     return parser
 
 

@@ -68,6 +68,7 @@ def make_tiny_model(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
+        model_max_length=4096,  # `/tokenize` of older SGLang cannot send the default, 10**30
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
     return path

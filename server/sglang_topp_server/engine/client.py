@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
     MissingCandidateSetsError,
     PatchError,
@@ -18,16 +18,16 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.plan_score import ScoreRequest
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, plan
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_server.engine.long_message_slots import LongMessageSlots
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
+from sglang_topp_server.engine.trace_context import forwarded_trace
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits import MemoryShare, num_bytes_of
-from sglang_topp_server.schemas.field_types import SampleBody
-from sglang_topp_server.schemas.rollouts import RolloutsBody
+from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
@@ -71,10 +71,16 @@ class EngineClient:
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
         self._runs = Runs(
-            [ServerConfig(self.base_url, max_connections=_MAX_CALLS, api_key=api_key)],
+            [
+                ServerConfig(
+                    self.base_url,
+                    max_connections=_MAX_CALLS,
+                    api_key=api_key,
+                    throttle=LongMessageSlots(_MAX_LONG_MESSAGES).throttle,
+                )
+            ],
             kind="sglang",
             max_retries=_MAX_RETRIES,
-            max_long_messages=_MAX_LONG_MESSAGES,
         )
         self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
 
@@ -227,4 +233,9 @@ class EngineClient:
 
 
 def _options(request_id: str | None) -> RunOptions:
-    return RunOptions(request_id or uuid.uuid4().hex, max_retries=_MAX_RETRIES, waits_out_refusals=False)
+    return RunOptions(
+        request_id or uuid.uuid4().hex,
+        max_retries=_MAX_RETRIES,
+        waits_out_refusals=False,
+        headers=forwarded_trace(),
+    )

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import httpx
 
-from sglang_topp.engine_contract.fatal_requests import Model
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppError, WireError
 
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]

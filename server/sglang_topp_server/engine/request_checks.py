@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_topp.engine_contract.fatal_requests import (
+from sglang_topp.engine_contract import (
     GRAMMARS,
     Model,
     check_sampling_params,
@@ -18,9 +18,8 @@ from sglang_topp.engine_contract.fatal_requests import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError
-from sglang_topp_client.requests.plan_generate import SampleRequest
-from sglang_topp_server.schemas.rollouts import RolloutsBody
-from sglang_topp_server.schemas.scores import ScoresBody
+from sglang_topp_client.requests import SampleRequest
+from sglang_topp_server.schemas.requests import RolloutsBody, ScoresBody
 
 __all__ = ["check_rollout_request", "check_score_request"]
 

@@ -13,8 +13,8 @@ from sglang_topp.errors import (
     SampledTokenMissingError,
     WireError,
 )
-from sglang_topp_client.protocols.sglang_scores import GenerateScoreExchange
-from sglang_topp_client.requests.plan_score import plan_scores
+from sglang_topp_client.protocols.sglang import GenerateScoreExchange
+from sglang_topp_client.requests import plan_scores
 
 IDS = [5, 6, 7, 8, 9]
 VAL, IDX, LENGTHS = (f"input_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))

@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client.codecs.error_json import error_to_json
-from sglang_topp_client.codecs.rollout_binary import rollout_to_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_to_json
-from sglang_topp_client.codecs.score_codecs import score_to_bytes, score_to_json
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.plan_score import plan_scores
+from sglang_topp_client.requests import SampleRequest, plan, plan_scores
+from sglang_topp_client.wire.error_json import error_to_json
+from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
 
 OPTIONS = {"request_id": "mine", "timeout_s": 9.0, "max_bytes": 1 << 20}
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutWriter, add_trainer_columns, load_rollouts, save_rollouts
-from sglang_topp_client.storage.trainer_columns import load_scored_rollouts
+from sglang_topp_client.storage.parquet_files import load_scored_rollouts
 
 
 @pytest.fixture

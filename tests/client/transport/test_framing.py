@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from sglang_topp import errors
 from sglang_topp_client.transport.framing import frame_head, frames
-from sglang_topp_client.transport.long_message_slots import LONG_BYTES, LongMessageSlots
 
 
 async def arriving(chunks):
@@ -16,8 +15,8 @@ async def arriving(chunks):
         yield chunk
 
 
-async def read(chunks, max_bytes=1 << 30, limit=None):
-    return [frame async for frame in frames(arriving(chunks), limit or LongMessageSlots(1), max_bytes)]
+async def read(chunks, max_bytes=1 << 30):
+    return [frame async for frame in frames(arriving(chunks), max_bytes)]
 
 
 def framed(frame):
@@ -53,15 +52,3 @@ async def test_the_limit_applies_to_one_frame():
     assert await read([framed(b"x" * 10) * 3], max_bytes=10) == [b"x" * 10] * 3
     with pytest.raises(errors.WireError, match="max_message_bytes: got 11 bytes"):
         await read([framed(b"x" * 11)], max_bytes=10)
-
-
-async def test_a_long_frame_takes_a_place_and_gives_it_back():
-    limit = LongMessageSlots(1)
-    raw = framed(b"x" * (LONG_BYTES + 5)) + framed(b"short")
-    for _ in range(3):
-        got = await read([raw[: LONG_BYTES + 10], raw[LONG_BYTES + 10 :]], limit=limit)
-        assert list(map(len, got)) == [LONG_BYTES + 5, 5]
-    # A frame that is cut off gives its place back too.
-    with pytest.raises(errors.TransportError):
-        await read([raw[: LONG_BYTES + 10]], limit=limit)
-    assert await limit.enter()

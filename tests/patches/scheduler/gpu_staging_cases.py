@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sglang_topp import nucleus
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory import Budget
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts, requests, sets, step, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.compat.releases import Feature, internals, refused
+from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.scheduler.pipeline import add_to_stage_output, take_from_stage_output
 from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptSets

@@ -12,8 +12,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_topp_patches import capabilities
-from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http.request_fields import send_to_scheduler
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import NOTHING, SetsRequest, attach, sets_request
 from sglang_topp_patches.scheduler.requests import SchedulerProcess, check_request, receive
 from tests.skip_missing_features import needs

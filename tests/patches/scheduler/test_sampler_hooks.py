@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.scheduler import step
 from sglang_topp_patches.scheduler.sets import ExtractedSets
 from sglang_topp_patches.scheduler.step import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.scheduler import requests, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.set_buffer import KEY, PackedSet

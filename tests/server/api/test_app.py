@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from sglang_topp_client import AsyncRolloutClient, RolloutClient
-from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, rollout_from_json
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.schemas.rollouts import RolloutRecord
+from sglang_topp_server.schemas.answers import RolloutRecord
 
 
 def test_rollouts_come_in_the_order_of_the_request(sidecar, engine):
@@ -146,7 +145,7 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     assert "RolloutRecord" in page["components"]["schemas"]
     order = page["paths"]["/abort"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert set(order["properties"]) == {"request_id", "all"}
-    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPE}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, ROLLOUTS_MEDIA_TYPE}
 
 
 def test_many_requests_at_once(sidecar, eventually):

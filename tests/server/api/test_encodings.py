@@ -7,11 +7,15 @@ import pytest
 from starlette.datastructures import Headers
 
 from sglang_topp_client import RolloutClient
-from sglang_topp_client.codecs.rollout_binary import MEDIA_TYPE, rollout_from_bytes
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import (
+    ROLLOUTS_MEDIA_TYPE,
+    rollout_from_bytes,
+    rollout_from_json,
+    rollout_to_json,
+)
 from sglang_topp_server.api.encodings import NDJSON, accepted_encoding
 
-FRAMES = MEDIA_TYPE
+FRAMES = ROLLOUTS_MEDIA_TYPE
 
 
 @pytest.mark.parametrize(
@@ -41,14 +45,16 @@ FRAMES = MEDIA_TYPE
 )
 def test_the_accept_header_chooses_the_encoding(accept, form):
     assert (
-        accepted_encoding(Headers({} if accept is None else {"accept": accept}), MEDIA_TYPE).media_type
+        accepted_encoding(
+            Headers({} if accept is None else {"accept": accept}), ROLLOUTS_MEDIA_TYPE
+        ).media_type
         == form
     )
 
 
 def test_several_headers_are_one():
     raw = [(b"accept", NDJSON.encode() + b";q=0.5"), (b"accept", FRAMES.encode())]
-    assert accepted_encoding(Headers(raw=raw), MEDIA_TYPE).media_type == FRAMES
+    assert accepted_encoding(Headers(raw=raw), ROLLOUTS_MEDIA_TYPE).media_type == FRAMES
 
 
 def messages_of(raw):

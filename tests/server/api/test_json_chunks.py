@@ -8,7 +8,7 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import Rollout
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
 from sglang_topp_server.api.encodings import CHUNK_BYTES, SampleJson, rechunk
 
 

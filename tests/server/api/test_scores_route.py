@@ -9,10 +9,15 @@ import pytest
 
 from sglang_topp import formats
 from sglang_topp_client import RolloutClient
-from sglang_topp_client.codecs import rollout_binary
-from sglang_topp_client.codecs.score_codecs import MEDIA_TYPE, score_from_bytes, score_from_json
+from sglang_topp_client.wire.records import (
+    ROLLOUTS_MEDIA_TYPE,
+    SCORES_MEDIA_TYPE,
+    score_from_bytes,
+    score_from_json,
+)
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.schemas.scores import ScoreRecord, ScoresBody
+from sglang_topp_server.schemas.answers import ScoreRecord
+from sglang_topp_server.schemas.requests import ScoresBody
 
 HANG, NO_SETS, WRONG_SETS, GIVE_UP, LARGE = 500, 501, 502, 503, 504
 
@@ -70,8 +75,10 @@ def test_without_a_threshold_log_probs_are_returned_alone(sidecar, engine, strea
 
 def test_frames_hold_the_same_scores_as_lines(sidecar):
     body = {"sequences": [[5, 6, 7]], "top_logprobs_p": 0.5, "stream": True}
-    answer = sidecar.http.post("/scores", json=body, headers={"Accept": f"{MEDIA_TYPE}, {NDJSON};q=0.5"})
-    assert answer.headers["content-type"] == MEDIA_TYPE
+    answer = sidecar.http.post(
+        "/scores", json=body, headers={"Accept": f"{SCORES_MEDIA_TYPE}, {NDJSON};q=0.5"}
+    )
+    assert answer.headers["content-type"] == SCORES_MEDIA_TYPE
     length = int.from_bytes(answer.content[:8], "little")
     framed = score_from_bytes(answer.content[8 : 8 + length], max_bytes=1 << 20)
     assert json.loads(answer.content[8 + length + 8 :]) == {"done": True, "scores": 1}
@@ -84,7 +91,7 @@ def test_frames_hold_the_same_scores_as_lines(sidecar):
 
 def test_frames_of_rollouts_are_not_sent_as_scores(sidecar):
     body = {"sequences": [[5, 6, 7]], "stream": True}
-    answer = sidecar.http.post("/scores", json=body, headers={"Accept": rollout_binary.MEDIA_TYPE})
+    answer = sidecar.http.post("/scores", json=body, headers={"Accept": ROLLOUTS_MEDIA_TYPE})
     assert answer.headers["content-type"] == NDJSON
 
 
@@ -240,6 +247,6 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     body = operation["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == set(ScoresBody.model_fields)
     assert body["required"] == ["sequences"]
-    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPE}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, SCORES_MEDIA_TYPE}
     (made,) = sidecar.scores([[5, 6]]).json()["scores"]
     assert set(page["components"]["schemas"]["ScoreRecord"]["properties"]) == set(made)

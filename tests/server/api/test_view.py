@@ -6,10 +6,10 @@ import re
 import httpx
 import numpy as np
 
-from sglang_topp_client.codecs.rollout_json import rollout_from_json
+from sglang_topp_client.wire.records import rollout_from_json
 from sglang_topp_server.api import recent_rollouts
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
-from sglang_topp_server.view.fill_html_template import content_security_policy
+from sglang_topp_server.view.build_page import content_security_policy
 
 
 def data_of(page):

@@ -219,37 +219,14 @@ def test_a_failure_is_one_sentence_and_exits_with_1(runs, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
 def test_doctor_prints_the_report(monkeypatch, capsys, holds, status):
-    doctor = types.ModuleType("sglang_topp_patches.doctor")
+    doctor = types.ModuleType("sglang_topp_patches.plugin")
     doctor.report = lambda verbose: (holds, ["seam one", "seam two"][: 1 + verbose])
-    monkeypatch.setitem(sys.modules, "sglang_topp_patches.doctor", doctor)
+    monkeypatch.setitem(sys.modules, "sglang_topp_patches.plugin", doctor)
 
     assert main.main(["doctor"]) == status
     assert capsys.readouterr().out == "seam one\n"
     assert main.main(["doctor", "-v"]) == status
     assert capsys.readouterr().out == "seam one\nseam two\n"
-
-
-def test_doctor_checks_a_sidecar(sidecar, capsys):
-    assert main.main(["doctor", "--url", sidecar.url]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"sidecar at {sidecar.url}",
-        "SGLang 0.5.23, model fake-model",
-        "sglang-topp 0.1.0 is active, and no field is lost on the way",
-    ]
-
-
-@pytest.mark.parametrize("patch", [None, {"active": False, "problems": ["Sampler.forward is gone"]}])
-def test_doctor_finds_a_server_that_is_not_patched(engine, capsys, patch):
-    engine.patch = patch
-    assert main.main(["doctor", "--url", engine.url]) == 1
-    *problems, last = capsys.readouterr().out.splitlines()[2:]
-    assert last == "the plugin is NOT active: requests are refused"
-    assert problems == (["problem: Sampler.forward is gone"] if patch else [])
-
-
-def test_doctor_names_a_server_that_is_not_there(capsys):
-    assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
-    assert "http://127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_an_engine_at_no_address_is_refused_at_the_start(capsys):

@@ -10,13 +10,12 @@ import pytest
 from sglang_topp import CandidateSets
 from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_client.codecs.rollout_json import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
 from sglang_topp_server.error_responses import http_status
-from sglang_topp_server.schemas.abort import parse_abort
-from sglang_topp_server.schemas.rollouts import parse_rollouts
+from sglang_topp_server.schemas.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
 
-SAMPLING = {"max_new_tokens": 8}
+SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}
 
 
 def rollout(num_tokens=2, **changes):
@@ -119,7 +118,7 @@ def test_a_missing_field_of_a_record_is_named(name):
         ([rollout_to_json(rollout())], {"on_abort": None}, "on_abort: got None"),
         ([rollout_to_json(rollout())], {"sampling_params": {}}, "max_new_tokens: got none"),
         ([rollout_to_json(rollout())], {"sampling_params": {**SAMPLING, "regex": "a"}}, "regex: got 'a'"),
-        ([rollout_to_json(rollout())], {"sampling_params": [SAMPLING] * 2}, "got 2 values for 1 prompts"),
+        ([rollout_to_json(rollout())], {"sampling_params": [SAMPLING] * 2}, "got 2 values for 1 rollouts"),
     ],
 )
 def test_wrong_requests_with_records_are_named(rollouts, fields, words):

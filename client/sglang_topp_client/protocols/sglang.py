@@ -1,0 +1,585 @@
+"""Protocols of a patched SGLang: write a request for one prompt or sequence, and read the answer.
+
+The client always requests a stream. For each sample, SGLang sends a chunk at the first token, a chunk after
+every `stream_interval` tokens, and a chunk at the end. The client sets `stream_interval` to more tokens than
+any sample has, so SGLang sends only the first chunk and the last chunk. The last chunk holds the complete
+sample. With the engine's option `--incremental-streaming-output`, the last chunk holds only the tokens after
+the first chunk. A streamed request has these advantages over an unstreamed one:
+
+- If the client closes the connection, SGLang cancels the request's HTTP handler at once. The canceled
+  handler aborts every sample of the request, including queued samples. During an unstreamed request, SGLang
+  checks only every 4 s whether the connection is still open.
+- The first chunk of a sample contains the id that the engine gave the sample. With `n > 1`, SGLang ignores
+  the request's `rid` and gives each sample a random id. To abort the sample, `/abort_request` needs this
+  random id.
+- With `n > 1`, each sample arrives as soon as it finishes.
+
+The client sends one request for all `n` samples of a prompt. SGLang prefills the prompt once, and the samples
+share the prompt's KV cache through the prefix cache. With `n` simultaneous requests, SGLang would prefill the
+prompt `n` times.
+
+A score is a request that generates no tokens. Its field `logprob_start_len` is a position in the sequence.
+SGLang computes the next-token distribution at this position and at all later positions. The distribution at
+position i gives the log-prob of the token at i + 1. The first token with a log-prob is therefore the token at
+`logprob_start_len + 1`. Tokens before `logprob_start_len` may come from the prefix cache.
+
+Chat messages go to `POST /tokenize` first, which applies the chat template and tokenizes the messages as for
+`/v1/chat/completions`. The client then sends the token ids to `/generate`, because `/v1/chat/completions`
+cannot resume an interrupted sample.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypedDict, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets, formats
+from sglang_topp.engine_contract import RESUMED
+from sglang_topp.errors import (
+    AbortedError,
+    BadRequestError,
+    OverloadedError,
+    ResponseError,
+    RolloutError,
+    ServerError,
+    WireError,
+    describe,
+)
+from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
+from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
+from sglang_topp_client.resume import empty_rollout
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, Score, spans_from_json
+from sglang_topp_client.wire.field_checks import (
+    check_kept_mass,
+    check_seconds,
+    check_sets,
+    parse_token_ids,
+    read_field,
+    read_text,
+)
+
+__all__ = [
+    "TOKENIZE_PATH",
+    "GenerateExchange",
+    "GenerateScoreExchange",
+    "tokenize_body",
+    "tokenized_ids",
+]
+
+_STREAM_INTERVAL = 1 << 30
+_FINISHED = ("stop", "length")
+# If a prompt is too long, the error from SGLang's tokenizer manager or scheduler contains one of these
+# phrases.
+_TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
+_Result = TypeVar("_Result")
+
+
+class StreamedExchange(ABC, Generic[_Result]):
+    """One `POST /generate` for one prompt: the request body, and the chunks received so far.
+
+    A subclass decodes the chunks of each sample into a result, such as a `Rollout`.
+    """
+
+    path = "/generate"
+    accept = None
+    missing_route = ""
+    prompts_field = "prompts"
+    """The name of the caller's argument that holds the prompts, for error messages."""
+
+    def __init__(self, wanted: SampleRequest, *, request_id: str) -> None:
+        """Prepare one call for the samples of one prompt.
+
+        The client sends `request_id` with a random suffix, because SGLang rejects an id that is in use. The
+        suffix has a fixed length, because SGLang's scheduler matches the id in an abort request as a prefix.
+        If the suffixes differed in length, an abort of `a-1` would also abort `a-10`.
+        """
+        self._wanted = wanted
+        self._rid = fresh_id(request_id)
+        self._chunks: dict[int, list[Mapping[str, Any]]] = {}
+        self._engine_ids: dict[int, str] = {}
+        if len(self._wanted.samples) == 1:
+            self._engine_ids[0] = self._rid
+        self._finished: set[int] = set()
+        self.complete = False
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+        wanted = self._wanted
+        is_text = isinstance(wanted.prompt, str)
+        body: dict[str, Any] = {
+            "text" if is_text else "input_ids": wanted.prompt,
+            "sampling_params": {
+                **wanted.sampling_params,
+                "n": len(wanted.samples),
+                "stream_interval": _STREAM_INTERVAL,
+            },
+            "rid": self._rid,
+            "return_logprob": True,
+            "stream": True,
+        }
+        if is_text:
+            body["return_prompt_token_ids"] = True
+        if wanted.top_logprobs_source == SAMPLER:
+            body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
+        elif wanted.top_logprobs_source is not None:
+            body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        if wanted.resumed_tokens is not None:
+            body[RESUMED] = wanted.resumed_tokens
+        return body
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has begun to generate."""
+        return bool(self._chunks or self._finished)
+
+    def open_ids(self) -> list[str]:
+        """Return the ids to send to the engine's `/abort_request`."""
+        return self.unfinished_ids()
+
+    def unfinished_ids(self) -> list[str]:
+        """Return the engine's ids of the unfinished samples, as far as the client knows these ids."""
+        return list(self._engine_ids.values())
+
+    def read(self, line: bytes) -> list[tuple[int, _Result]]:
+        """Parse one line of the answer.
+
+        Return a list with the sample index and the result of the sample that the line finishes, or an empty
+        list if it finishes none.
+
+        Raises:
+            WireError: the line is not in SGLang's format, or the sample contradicts itself or the request.
+            RolloutError: a sample's finish reason is not `"stop"`, `"length"`, or `"abort"`.
+            AbortedError: the engine aborted a sample, and the request does not accept partial samples.
+            ResponseError: the line reports an error, or the engine refused a sample.
+        """
+        if not line or line.startswith(b":"):
+            # An empty line ends a server-sent event. A line that begins with a colon is a comment, which
+            # gateways send to keep a connection alive.
+            return []
+        start = 5 if line.startswith(b"data:") else 0
+        if not start and not line.startswith(b"{"):
+            raise WireError("stream", f"got {line[:200]!r}, expected server-sent events")
+        if line[start : start + 16].strip() == b"[DONE]":
+            if len(self._finished) != len(self._wanted.samples):
+                raise WireError(
+                    "stream", f"ended after {len(self._finished)} of {len(self._wanted.samples)} samples"
+                )
+            self.complete = True
+            return []
+        # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
+        chunk = decode_chunk(memoryview(line)[start:])
+        if "error" in chunk:
+            raise _reported_error(chunk["error"], self.prompts_field)
+        return self._take(chunk)
+
+    def _take(self, chunk: dict[str, Any]) -> list[tuple[int, _Result]]:
+        index = read_field(chunk, "index", int) if "index" in chunk else 0
+        if index not in range(len(self._wanted.samples)) or index in self._finished:
+            raise WireError(
+                "index",
+                f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
+            )
+        meta_info = read_field(chunk, "meta_info", dict)
+        # The client may later abort the request by this id. SGLang matches the id in an abort as a prefix, so
+        # an empty id would abort every request.
+        if not (engine_id := read_text(meta_info, "id")):
+            raise WireError("id", "got an empty string, expected the engine's id of the request")
+        self._engine_ids[index] = engine_id
+        reason = meta_info.get("finish_reason")
+        if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
+            _check_finish(reason, self.prompts_field)
+        _check_resumed(self._wanted, meta_info)
+        # On an engine with --incremental-streaming-output, a chunk has only the new tokens, so keep all
+        # chunks of a sample until the sample finishes.
+        is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
+        earlier = [] if is_whole else self._chunks.get(index, [])
+        self._chunks[index] = [*earlier, chunk]
+        if reason is None:
+            return []
+        self._finished.add(index)
+        del self._engine_ids[index]
+        return [(self._wanted.samples[index], self._result(index, self._chunks.pop(index)))]
+
+    @abstractmethod
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> _Result:
+        """Decode the chunks of a finished sample."""
+
+    def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
+        """Return the prompt's token ids.
+
+        `last` is the sample's last chunk. Raise WireError if the prompt length in `last` differs from the
+        number of the prompt's token ids.
+        """
+        if isinstance(self._wanted.prompt, str):
+            prompt_ids = _text_prompt_ids(last)
+        else:
+            prompt_ids = np.array(self._wanted.prompt, np.int32)
+        if (count := read_field(last["meta_info"], "prompt_tokens", int)) != len(prompt_ids):
+            raise WireError(
+                "prompt_tokens",
+                f"got {describe(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another"
+                " prompt. Was it started with --allow-auto-truncate?",
+            )
+        return prompt_ids
+
+
+class GenerateExchange(StreamedExchange[Rollout]):
+    """One `POST /generate` that generates samples."""
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
+        wanted, last = self._wanted, chunks[-1]
+        meta_info = last["meta_info"]
+        if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
+            return _empty_rollout_from_chunk(wanted, wanted.samples[index], last)
+        parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
+        output_ids = np.concatenate(parts)
+        if (count := read_field(meta_info, "completion_tokens", int)) != len(output_ids):
+            raise WireError(
+                "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
+            )
+
+        entries = [
+            e for chunk in chunks for e in read_field(chunk["meta_info"], "output_token_logprobs", list)
+        ]
+        # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
+        logprobs = parse_token_logprobs(
+            "output_token_logprobs", entries if count else [], output_ids, of="output"
+        )
+        candidates = weight_spans = None
+        if wanted.top_logprobs_source is not None:
+            candidates = CandidateSets.concat(
+                [
+                    formats.decode_top_p(chunk["meta_info"], ids)
+                    for chunk, ids in zip(chunks, parts, strict=True)
+                ]
+            )
+            check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
+            check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            if wanted.top_logprobs_p is not None:
+                check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
+            # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
+            # boundary between two weight versions can be off by one token, so the client ignores the field.
+            weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
+
+        return Rollout(
+            prompt_index=wanted.prompt_index,
+            sample_index=wanted.samples[index],
+            request_id=meta_info["id"],
+            prompt_ids=self._prompt_ids(last),
+            output_ids=output_ids,
+            text="".join("" if chunk.get("text") is None else read_text(chunk, "text") for chunk in chunks),
+            logprobs=logprobs,
+            candidates=candidates,
+            finish_reason=meta_info["finish_reason"]["type"],
+            weight_version=read_weight_version(meta_info),
+            cached_tokens=read_field(meta_info, "cached_tokens", int),
+            # The latency is negative if the engine's clock was set back during the request.
+            latency_s=check_seconds(
+                "e2e_latency", max(read_field(meta_info, "e2e_latency", (int, float)), 0)
+            ),
+            top_logprobs_source=wanted.top_logprobs_source,
+            weight_spans=weight_spans,
+        )
+
+
+def _is_order(reason: Any) -> bool:
+    """Return whether an abort request, a pause, or a weight update ended the sample.
+
+    The finish reason of such a sample has the type `"abort"`. If the engine refused a sample, the finish
+    reason also has the type `"abort"`, but contains a status code.
+    """
+    return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
+
+
+def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
+    if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
+        raise WireError(
+            RESUMED,
+            f"got {describe(heard)}, expected {wanted.resumed_tokens}, as requested: the engine, or a gateway"
+            " before it, does not resume answers. Is it patched with this version of sglang-topp?",
+        )
+
+
+def _text_prompt_ids(chunk: Mapping[str, Any]) -> NDArray[np.int32]:
+    name = "prompt_token_ids"
+    if name not in chunk:
+        raise WireError(
+            name,
+            "got nothing for a text prompt: SGLang before 0.5.13 returns no token ids; give token ids",
+        )
+    return parse_token_ids(name, read_field(chunk, name, list))
+
+
+def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+    """Return the rollout of a sample that was aborted before its first token."""
+    if chunk["output_ids"]:
+        raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, but completion_tokens is 0")
+    if isinstance(wanted.prompt, str):
+        wanted = replace(wanted, prompt=_text_prompt_ids(chunk).tolist())
+    rollout = empty_rollout(wanted, sample, chunk["meta_info"]["id"])
+    assert rollout is not None
+    return replace(rollout, weight_version=read_weight_version(chunk["meta_info"]))
+
+
+def _check_finish(reason: Any, prompts_field: str) -> None:
+    """Raise an error unless the sample finished with `"stop"` or `"length"`."""
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind in _FINISHED:
+        return
+    if kind is None:
+        raise WireError("finish_reason", f"got {describe(reason)}, expected an object with a type")
+    words = truncate(reason.get("message"), MAX_MESSAGE_CHARS)
+    field = _field_at_fault(words, prompts_field)
+    if _is_order(reason):
+        raise AbortedError(
+            f"an abort, a pause, or a weight update ended a sample: {words}; on_abort='resume' continues it"
+            " once the engine takes requests again",
+            body=truncate(reason, MAX_BODY_CHARS),
+        )
+    message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
+    # A finish reason `"abort"` with an HTTP status means that the engine refused the sample, for example
+    # because the engine's queue is full or the prompt is too long.
+    raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
+
+
+def _reported_error(error: Any, prompts_field: str) -> ResponseError:
+    fields = error if isinstance(error, dict) else {"message": error}
+    words = truncate(fields.get("message"), MAX_MESSAGE_CHARS)
+    message = f"{_field_at_fault(words, prompts_field)}the engine reports an error: {words}"
+    return _engine_error(message, fields.get("code"), ServerError, error)
+
+
+def _field_at_fault(words: str, prompts_field: str) -> str:
+    """Return a prefix for an error message: the name of the argument that is too long, or "".
+
+    SGLang's own error messages do not name the argument that is too long.
+    """
+    if "Requested token count exceeds" in words:
+        return f"{prompts_field}, sampling_params.max_new_tokens: "
+    return f"{prompts_field}: " if any(phrase in words for phrase in _TOO_LONG) else ""
+
+
+def _engine_error(message: str, status: Any, otherwise: type[ResponseError], body: Any) -> ResponseError:
+    """Return an error whose type matches the HTTP status that the engine reports.
+
+    `otherwise` is the type of the returned error if `status` is not an HTTP error status.
+    """
+    kind = otherwise
+    if status == 429:
+        kind = OverloadedError
+    elif isinstance(status, int) and 400 <= status < 600:
+        kind = BadRequestError if status < 500 else ServerError
+    else:
+        status = None
+    return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))
+
+
+_LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
+# If the caller wants only log-probs, the client still requests candidate sets, with the threshold 1e-9. If a
+# request asks for sets, the engine guarantees one weight version per score. Sets in an answer also prove that
+# the engine is patched. At the threshold 1e-9, the sets are small: a set holds the most likely token and the
+# sequence's token at the set's position. If several tokens tie for the highest probability, the set holds all
+# of these tokens.
+_LEAST_P = 1e-9
+
+
+class GenerateScoreExchange(StreamedExchange[Score]):
+    """One `POST /generate` that scores a sequence."""
+
+    prompts_field = "sequences"
+
+    def __init__(self, wanted: ScoreRequest, *, request_id: str) -> None:
+        """See `StreamedExchange`."""
+        super().__init__(wanted, request_id=request_id)
+        self._start = wanted.start
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body of the request."""
+        sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
+        return super().body() | {"logprob_start_len": self._start - 1} | sets
+
+    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Score:
+        start, last = self._start, chunks[-1]
+        meta_info = last["meta_info"]
+        if count := read_field(meta_info, "completion_tokens", int):
+            raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
+        token_ids = self._prompt_ids(last)
+        if start > len(token_ids):
+            raise BadRequestError(
+                f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
+                status=400,
+            )
+        scored = token_ids[start:]
+        logprobs = _logprobs(read_field(meta_info, _LOGPROBS, list), token_ids, start)
+        sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
+        if sets.sizes[0]:
+            raise WireError(_SETS, f"got a set before position {start}, the first requested position")
+        candidates = sets[1:]
+        check_sets(candidates, scored, logprobs, field=_SETS)
+        if (p := self._wanted.top_logprobs_p) is not None:
+            check_source(self._wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+            check_kept_mass(candidates, p, field=_SETS)
+        return Score(
+            sequence_index=self._wanted.prompt_index,
+            request_id=meta_info["id"],
+            token_ids=token_ids,
+            start=start,
+            logprobs=logprobs,
+            candidates=None if p is None else candidates,
+            weight_version=read_weight_version(meta_info),
+            cached_tokens=read_field(meta_info, "cached_tokens", int),
+        )
+
+
+def _logprobs(entries: list[TokenLogprob], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
+    """Return the log-probs of the tokens from `start` on, float32 [L - start], where L is `len(token_ids)`.
+
+    `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
+    `start - 1`, and has no log-prob.
+    """
+    if not entries or entries[0].logprob is not None:
+        raise WireError(_LOGPROBS, f"expected a first entry without a log-prob, for position {start - 1}")
+    rest, as_reported = entries[1:], token_ids[start:].copy()
+    for t in np.flatnonzero(as_reported == token_ids.max()).tolist():
+        # SGLang 0.5.23 reports the id 0 instead of the vocabulary's last id. The client does not know the
+        # vocabulary's size, but in a sequence, only the largest id can be the vocabulary's last id.
+        if t < len(rest) and rest[t].token_id == 0:
+            as_reported[t] = 0
+    return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """An item of SGLang's list of log-probs, `[logprob, token_id, text or null]`.
+
+    There is one for each token, so the garbage collector does not track them.
+    """
+
+    logprob: float | None
+    token_id: int
+    text: str | None = None
+
+
+class _MetaInfo(TypedDict, total=False):
+    id: Any
+    finish_reason: Any
+    prompt_tokens: Any
+    completion_tokens: Any
+    cached_tokens: Any
+    e2e_latency: Any
+    weight_version: Any
+    weight_versions: Any
+    resumed_tokens: Any
+    output_token_logprobs: list[TokenLogprob]
+    input_token_logprobs: list[TokenLogprob]
+    top_logprobs_source: Any
+    output_top_p_logprobs: Any
+    output_top_p_logprobs_val_base64: Any
+    output_top_p_logprobs_idx_base64: Any
+    output_top_p_logprobs_lengths: Any
+    input_top_p_logprobs: Any
+    input_top_p_logprobs_val_base64: Any
+    input_top_p_logprobs_idx_base64: Any
+    input_top_p_logprobs_lengths: Any
+
+
+class _Chunk(TypedDict, total=False):
+    """A chunk of a stream. Fields of type `Any` are checked where they are read."""
+
+    index: Any
+    text: Any
+    output_ids: Any
+    prompt_token_ids: Any
+    meta_info: _MetaInfo
+    error: Any
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_PROBLEM = re.compile(
+    r"Expected (?P<expected>.*?)(?:, got (?P<got>.*?))?(?: - at \$(?:.*\.)?(?P<field>\w+)(?P<at>[^.]*))?"
+)
+
+
+def decode_chunk(text: bytes | memoryview) -> dict[str, Any]:
+    """Decode one JSON chunk of an answer. Unknown fields are left out.
+
+    Raises:
+        WireError: the text is not a JSON object, or a field has another type.
+    """
+    try:
+        return dict(_CHUNK.decode(text))
+    except msgspec.ValidationError as error:
+        message = str(error).replace("`", "")
+        if (problem := _PROBLEM.fullmatch(message)) is None:
+            raise WireError("stream", message) from None
+        place = f" at {problem['at']}" if problem["at"] else ""
+        raise WireError(
+            problem["field"] or "stream", f"got {problem['got']}, expected {problem['expected']}{place}"
+        ) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError("stream", f"got {bytes(text[:200])!r}: {error}") from None
+
+
+def parse_token_logprobs(
+    field: str, entries: list[TokenLogprob], token_ids: NDArray[np.int32], *, of: str
+) -> NDArray[np.float32]:
+    """Return the log-probs in SGLang's list of items, as float32 [T].
+
+    Args:
+        field: the name of the answer's field that holds the list.
+        entries: the list, with one item for each token.
+        token_ids: int32 [T], the expected tokens.
+        of: the noun that error messages use for the tokens, such as `"output"`.
+
+    Raises:
+        WireError: an item of `entries` has no log-prob, or a token id that differs from `token_ids`.
+    """
+    if len(entries) != len(token_ids):
+        raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
+    with np.errstate(over="ignore"):
+        logprobs = np.array([entry.logprob for entry in entries], np.float64).astype(np.float32)
+    ids = parse_token_ids(field, [entry.token_id for entry in entries])
+    if np.isnan(logprobs).any():
+        raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
+    if len(wrong := np.flatnonzero(ids != token_ids)):
+        t = int(wrong[0])
+        raise WireError(field, f"got token {ids[t]} at position {t}, expected {token_ids[t]}, as in the {of}")
+    return logprobs
+
+
+def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
+    """Return the field `weight_version` as text, or None if the answer has no weight version."""
+    version = meta_info.get("weight_version")
+    if version is None:
+        return None
+    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
+    # argument `weight_version`, and the class does not convert this integer to text.
+    return str(version) if type(version) is int else read_text(meta_info, "weight_version")
+
+
+TOKENIZE_PATH = "/tokenize"
+
+
+def tokenize_body(messages: Messages) -> dict[str, Any]:
+    """Return the JSON body of a `/tokenize` request."""
+    return {"messages": messages}
+
+
+def tokenized_ids(answer: Any) -> list[int]:
+    """Return the prompt's token ids from the answer to `/tokenize`.
+
+    Raises:
+        WireError: the answer has no token ids.
+    """
+    if not isinstance(answer, dict):
+        raise WireError(TOKENIZE_PATH, f"got {type(answer).__name__}, expected an object")
+    ids: list[int] = parse_token_ids("tokens", read_field(answer, "tokens", list)).tolist()
+    if not ids:
+        raise WireError("tokens", "got none: the chat template renders nothing for the messages")
+    return ids

@@ -1,0 +1,336 @@
+"""Rollout and Score, the client's results, and how a rollout is joined with its continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_topp import CandidateSets
+from sglang_topp.errors import InvalidInputError, WireError, describe
+from sglang_topp_client.argument_checks import as_token_ids, is_text
+from sglang_topp_client.rollout_html import rollout_to_html
+
+__all__ = [
+    "ABORT",
+    "DISTRIBUTION",
+    "EXTENDED",
+    "SAMPLER",
+    "Rollout",
+    "Score",
+    "WeightSpans",
+    "expand_spans",
+    "join_parts",
+    "join_spans",
+    "spans_from_json",
+    "spans_to_json",
+]
+
+ABORT, EXTENDED = "abort", "extended"
+"""The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
+
+DISTRIBUTION, SAMPLER = "distribution", "sampler"
+"""The values of `top_logprobs_source`, a field that says which tokens a candidate set holds.
+
+With `DISTRIBUTION`, a token is in the set if all more likely tokens have a total probability below the
+threshold `top_logprobs_p`. With `SAMPLER`, a set holds all tokens that the engine's sampler could draw.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A sample that an engine generated from a prompt, and the candidate sets of the sample's tokens.
+
+    T is the number of output tokens: the tokens that the engine generated, and those that `extend` appended.
+    P is the number of prompt tokens.
+
+    Attributes:
+        prompt_index: the index of the prompt in the caller's request, from 0.
+        sample_index: the index of the sample among the prompt's `n` samples, from 0.
+        request_id: the engine's id of the request.
+        prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
+        output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
+        text: the generated text as the engine detokenized it. If `extend` appended tokens, `text` covers only
+            the turn after the last appended token.
+        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary, and 0 for
+            each token that `extend` appended.
+        candidates: the candidate set of each token, T sets, or None if the request did not ask for sets. A
+            token that `extend` appended has an empty set.
+        finish_reason: `"stop"` or `"length"` if the engine finished the sample, `"abort"` if the sample was
+            interrupted and the request had `on_abort="return"`, or `"extended"` if `extend` appended the last
+            tokens.
+        weight_version: the weight version of the last token, as the engine reports it, or None if the engine
+            reports no version.
+        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample,
+            `cached_tokens` covers only the first request that generated tokens.
+        latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
+            the latencies of all its requests are summed, without the time between the requests.
+        top_logprobs_source: the kind of the sets, `"distribution"` (the nucleus at the threshold
+            `top_logprobs_p`) or `"sampler"` (the tokens that the sampler could draw). This attribute is None
+            for a rollout without sets, and for a rollout whose sets come from another inference engine.
+        weight_spans: pairs `(version, number of tokens)` in output order, one for each run of tokens with the
+            same weight version. The numbers add up to T. Tokens that `extend` appended have the version "".
+            The generated tokens have several versions if weights were pushed while the engine was paused, or
+            before the sample was resumed. A rollout without sets has None instead of spans, because SGLang's
+            own field `weight_versions` can be off by one token for a request without sets.
+        routing_key: a key that the client chose for the sample's prompt. The client sends the key as the
+            header `X-SMG-Routing-Key` of HTTP requests that hold only this prompt. Gateways send requests
+            with the same key to the same worker. The key's suffix identifies the server that generated the
+            sample, so that `resume` can use that server's prefix cache. If the key is unknown, `routing_key`
+            is an empty string.
+        top_logprobs_p: the requested threshold p of the sets, or None if no threshold was requested.
+        sampling_params: the sampling parameters that were sent, without `n`, or None if unknown. For a
+            resumed sample, this attribute holds the parameters given to `resume`.
+        appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
+    """
+
+    prompt_index: int
+    sample_index: int
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    output_ids: NDArray[np.int32]
+    text: str
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    finish_reason: str
+    weight_version: str | None
+    cached_tokens: int
+    latency_s: float
+    top_logprobs_source: str | None = None
+    weight_spans: WeightSpans | None = None
+    routing_key: str = ""
+    top_logprobs_p: float | None = None
+    sampling_params: Mapping[str, Any] | None = None
+    appended_spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def weight_versions(self) -> tuple[str, ...] | None:
+        """The versions of the weights that generated the tokens and their sets, one version per token.
+
+        This property is None if `weight_spans` is None.
+        """
+        return None if self.weight_spans is None else expand_spans(self.weight_spans)
+
+    @property
+    def loss_mask(self) -> NDArray[np.int8]:
+        """int8 [T]: 1 for generated tokens, 0 for tokens that `extend` appended.
+
+        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
+
+        The mask is also 0 for a generated token with an empty candidate set. Pass the mask to
+        `sglang_topp.batch.collate_rl`, which collates samples into a training batch.
+        """
+        mask = np.ones(len(self.output_ids), np.int8)
+        for start, end in self.appended_spans:
+            mask[start:end] = 0
+        if self.candidates is not None:
+            mask[self.candidates.sizes == 0] = 0
+        return mask
+
+    @property
+    def turn_start(self) -> int:
+        """The index of the last turn's first token in `output_ids`.
+
+        If `extend` has appended no tokens, the index is 0. Otherwise, the index is one past the last appended
+        token.
+        """
+        return self.appended_spans[-1][1] if self.appended_spans else 0
+
+    def extend(self, token_ids: Sequence[int] | NDArray[np.integer]) -> Rollout:
+        """Return a copy of this rollout with the token ids of a tool or an environment appended.
+
+        Appended tokens get empty candidate sets, the log-prob 0, and the weight version "". Replay
+        (`sglang_topp.replay`) and the loss skip appended tokens. To generate the next turn, pass the copy to
+        the client's `resume`. `max_new_tokens`, stop strings, and `text` apply only to the turn that `resume`
+        generates.
+
+        Args:
+            token_ids: one or more token ids.
+
+        Raises:
+            InvalidInputError: the argument `token_ids` is empty, or holds anything other than token ids.
+        """
+        ids = np.array(as_token_ids("token_ids", token_ids), np.int32)
+        start, end = len(self.output_ids), len(self.output_ids) + len(ids)
+        before = self.appended_spans
+        if before and before[-1][1] == start:
+            (start, _), before = before[-1], before[:-1]
+        candidates, spans = self.candidates, self.weight_spans
+        if candidates is not None:
+            nothing = np.empty(0, np.float32) if candidates.has_logprobs else None
+            empty = CandidateSets(np.empty(0, np.int32), nothing, np.zeros(len(ids) + 1, np.int64), ids)
+            candidates = CandidateSets.concat([candidates, empty])
+        return replace(
+            self,
+            output_ids=np.concatenate([self.output_ids, ids]),
+            logprobs=np.concatenate([self.logprobs, np.zeros(len(ids), np.float32)]),
+            candidates=candidates,
+            text="",
+            finish_reason=EXTENDED,
+            weight_spans=None if spans is None else join_spans(spans, (("", len(ids)),)),
+            appended_spans=(*before, (start, end)),
+        )
+
+    @property
+    def masked_logprobs(self) -> NDArray[np.float32]:
+        """float32 [T]: each token's log-prob, renormalized over its candidate set.
+
+        This property returns `candidates.masked_logprobs`.
+        """
+        if self.candidates is None:
+            raise InvalidInputError("this rollout has no candidate sets: none were requested")
+        return self.candidates.masked_logprobs
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that notebooks show for this rollout; see `rollout_to_html`."""
+        return rollout_to_html(self)
+
+
+WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
+"""One pair `(version, number of tokens)` for each span, in the order of the tokens."""
+
+_FIELD = "weight_versions"
+
+
+def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
+    """Convert spans to the JSON value of SGLang's field `weight_versions`."""
+    objects = []
+    start = 0
+    for version, count in spans:
+        objects.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return objects
+
+
+def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
+    """Convert the JSON value of SGLang's field `weight_versions` to spans, or a JSON null to None.
+
+    Raises:
+        WireError: the JSON value is malformed, or does not cover each of the `num_tokens` tokens exactly
+            once.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise WireError(_FIELD, f"got {type(value).__name__}, expected a list")
+    spans: list[tuple[str, int]] = []
+    position = 0
+    for each in value:
+        if not isinstance(each, Mapping):
+            raise WireError(_FIELD, f"got {describe(each)}, expected an object with version, start, and end")
+        version, start, end = (each.get(name) for name in ("version", "start", "end"))
+        if not isinstance(version, str) or not is_text(version):
+            raise WireError(_FIELD, f"got {describe(version)} as a version, expected text")
+        if type(start) is not int or type(end) is not int or start != position or end < start:
+            raise WireError(
+                _FIELD, f"got tokens {describe(start)} to {describe(end)}, expected those from {position} on"
+            )
+        if end > start:
+            spans.append((version, end - start))
+        position = end
+    if position != num_tokens:
+        raise WireError(_FIELD, f"got versions of {describe(position)} tokens, expected {num_tokens}")
+    return tuple(spans)
+
+
+def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
+    """Concatenate the weight spans of two consecutive parts of a rollout.
+
+    If the first part's last span and the second part's first span have the same version, merge the two spans.
+    """
+    if first and second and first[-1][0] == second[0][0]:
+        (version, count), *rest = second
+        return (*first[:-1], (version, first[-1][1] + count), *rest)
+    return (*first, *second)
+
+
+def expand_spans(spans: WeightSpans) -> tuple[str, ...]:
+    """Return the weight version of each token, one entry per token."""
+    return tuple(chain.from_iterable(repeat(version, count) for version, count in spans))
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One scored sequence of L tokens. The tokens at positions `start` to L - 1 have log-probs.
+
+    Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
+    Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
+    them.
+
+    Attributes:
+        sequence_index: the index of the sequence in the request, from 0.
+        request_id: the engine's id of the request.
+        token_ids: int32 [L], the token ids of the whole sequence.
+        start: the first scored position, 1 to L, where L means that no position is scored.
+        logprobs: float32 [L - start], the natural log-prob of each token from `start` on, given all earlier
+            tokens. The log-probs are normalized over the full vocabulary.
+        candidates: the L - start candidate sets of the scored positions, or None if the request did not ask
+            for sets. In the set of position t, the sampled token is `token_ids[t]`.
+        weight_version: the version of the weights that scored every position, as the engine reports it.
+            SGLang before 0.5.19 reports the version that the engine has at the end of the request. If weights
+            are pushed between the scoring and the end of the request, these releases can report the version
+            of the new weights.
+        cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
+    """
+
+    sequence_index: int
+    request_id: str
+    token_ids: NDArray[np.int32]
+    start: int
+    logprobs: NDArray[np.float32]
+    candidates: CandidateSets | None
+    weight_version: str | None
+    cached_tokens: int
+
+
+def join_parts(first: Rollout, rest: Rollout) -> Rollout:
+    """Return the rollout that consists of `first` and its continuation `rest`.
+
+    Raises:
+        WireError: the prompt of `rest` is not the prompt of `first` followed by the output of `first`, or
+            only one of the two parts has candidate sets.
+    """
+    if rest.prompt_ids.tolist() != [*first.prompt_ids.tolist(), *first.output_ids.tolist()]:
+        raise WireError("prompt_ids", "got other ids than those of the rollout that it continues")
+    had_tokens, has_more = len(first.output_ids) > 0, len(rest.output_ids) > 0
+    return replace(
+        first,
+        request_id=rest.request_id,
+        output_ids=np.concatenate([first.output_ids, rest.output_ids]),
+        # `rest.text` also covers the tokens in the last turn of `first`. The client told the engine, in the
+        # request field `resumed_tokens`, how many such tokens are at the end of the prompt of `rest`.
+        text=rest.text if has_more else first.text,
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        candidates=_joined_sets(first, rest),
+        finish_reason=rest.finish_reason,
+        weight_version=rest.weight_version if has_more or not had_tokens else first.weight_version,
+        cached_tokens=first.cached_tokens if had_tokens else min(rest.cached_tokens, len(first.prompt_ids)),
+        latency_s=first.latency_s + rest.latency_s,
+        top_logprobs_source=first.top_logprobs_source if had_tokens else rest.top_logprobs_source,
+        weight_spans=_joined_spans(first, rest),
+        routing_key=rest.routing_key,
+    )
+
+
+def _joined_sets(first: Rollout, rest: Rollout) -> CandidateSets | None:
+    if not len(first.output_ids):
+        return rest.candidates
+    if first.candidates is None or rest.candidates is None:
+        if first.candidates is not rest.candidates:
+            raise WireError("candidates", "only one part of the rollout has sets, expected both or neither")
+        return None
+    return CandidateSets.concat([first.candidates, rest.candidates])
+
+
+def _joined_spans(first: Rollout, rest: Rollout) -> WeightSpans | None:
+    if not len(first.output_ids):
+        return rest.weight_spans
+    if not len(rest.output_ids):
+        return first.weight_spans
+    if first.weight_spans is None or rest.weight_spans is None:
+        return None
+    return join_spans(first.weight_spans, rest.weight_spans)

@@ -1,1 +1,0 @@
-"""The client's result types, `Rollout` and `Score`, with helpers to join and to render rollouts."""
