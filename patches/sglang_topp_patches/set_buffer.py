@@ -20,6 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_topp.malloc_trim import LARGE_BYTES
+from sglang_topp_patches.memory import trimmer
+
 __all__ = [
     "KEY",
     "NO_SET",
@@ -29,7 +32,6 @@ __all__ = [
     "Positions",
     "Problem",
     "SetBuffer",
-    "pack_set",
 ]
 
 KEY = "sglang_topp"
@@ -39,6 +41,9 @@ SETS = "sglang_topp_sets"
 """The key of `meta_info` for the sets and tokens of a request to an OpenAI route.
 
 The value of this `meta_info` key is None if the request did not ask for sets."""
+
+_LARGE = LARGE_BYTES // 8
+"""How many candidates take `LARGE_BYTES`."""
 
 PackedSet: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
@@ -62,9 +67,6 @@ class Problem:
     @property
     def is_refusal(self) -> bool:
         return self.status != HTTPStatus.INTERNAL_SERVER_ERROR
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Problem, (self.text, int(self.status))
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,6 @@ class PackedSets:
         self, ids: bytes | bytearray = b"", logprobs: bytes | bytearray = b"", sizes: Sequence[int] = ()
     ) -> None:
         self.ids, self.logprobs, self.sizes = bytearray(ids), bytearray(logprobs), array("i", sizes)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PackedSets, (bytes(self.ids), bytes(self.logprobs), self.sizes)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -247,6 +246,9 @@ class SetBuffer:
         if not (sent.problem or len(sent.generated) or len(sent.prompt)):
             return []
         sent.spans, self.spans = self.spans, self.spans[-1:]  # the next part begins in the last span
+        # Freed memory goes back to the OS after each `LARGE_BYTES` of sets.
+        if (self.num_sent + sent.num_held) // _LARGE > self.num_sent // _LARGE:
+            trimmer.trim_soon()
         self.num_sent += sent.num_held
         self.num_positions_sent += sent.num_positions
         return [sent]
@@ -305,8 +307,3 @@ class SetBuffer:
         if self.spans and self.spans[-1][0] == version:
             self.spans.pop()
         self.spans.append((version, end))
-
-
-def pack_set(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> PackedSet:
-    """Return the bytes of one position's set."""
-    return token_ids.tobytes(), logprobs.tobytes()

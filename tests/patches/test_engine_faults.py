@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
@@ -21,12 +20,11 @@ from sglang_topp_patches.memory import Budget
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
-from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
-from sglang_topp_patches.scheduler.requests import SchedulerProcess, admit, is_refused
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights, admit, is_refused
 from sglang_topp_patches.scheduler.sets import extract
-from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -86,16 +84,14 @@ def prompt_extraction(
     thresholds: tuple[float, ...], counts: tuple[int, ...], held: int = 0
 ) -> PromptExtraction:
     """Begin a pass, while the scheduler holds some candidates."""
-    nums = TopLogprobsNums()
-    nums.forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
+    forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
     metadata = SimpleNamespace(
-        top_logprobs_nums=nums,
         extend_logprob_pruned_lens_cpu=counts,
         extend_input_logprob_token_ids_gpu=None,
         input_logprob_indices_cpu=range(sum(counts)),
     )
     process: Any = SimpleNamespace(candidates_in_flight=held)
-    return PromptExtraction(process, None, metadata, torch.arange(sum(counts)))
+    return PromptExtraction(process, forward_pass, None, metadata, torch.arange(sum(counts)))
 
 
 def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
@@ -408,7 +404,7 @@ def part_of(
     buffer = SetBuffer(first)
     for i, packed in enumerate(generated):
         buffer.append(packed, versions[i] if versions else "default")
-    for row in (*prompt, *([pack_set(np.zeros(0, np.int32), np.zeros(0, np.float32))] if prompt else ())):
+    for row in (*prompt, *([(b"", b"")] if prompt else ())):
         buffer.prompt.append(row)
     buffer.prompt_version = "7"
     return buffer

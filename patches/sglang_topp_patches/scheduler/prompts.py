@@ -23,16 +23,17 @@ from torch import Tensor
 from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.scheduler.prefix_cache import Weights, weights_of
 from sglang_topp_patches.scheduler.requests import (
     SchedulerProcess,
+    Weights,
     buffer_of,
     is_refused,
     refuse,
     refuse_too_many,
+    weights_of,
 )
 from sglang_topp_patches.scheduler.sets import ExtractedSets, PassSets, Sets, StagedSets, extract
-from sglang_topp_patches.scheduler.step import RequestedRows, forward_pass_of
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, forward_pass_of
 from sglang_topp_patches.set_buffer import KEY, PackedSets, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
@@ -160,7 +161,7 @@ def _begin(
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
         return None
-    return PromptExtraction(process, processor, metadata, indices)
+    return PromptExtraction(process, forward_pass, processor, metadata, indices)
 
 
 class PromptExtraction:
@@ -181,17 +182,23 @@ class PromptExtraction:
             request's index.
     """
 
-    def __init__(self, process: SchedulerProcess, processor: Any, metadata: Any, indices: Tensor) -> None:
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        forward_pass: ForwardPass,
+        processor: Any,
+        metadata: Any,
+        indices: Tensor,
+    ) -> None:
         """Begin a pass.
 
         Args:
             process: the state of this scheduler process.
+            forward_pass: the pass.
             processor: SGLang's object that computes log-probs (`Internals.input_logprobs`).
-            metadata: SGLang's `LogitsMetadata` of the pass, with a `ForwardPass`.
+            metadata: SGLang's `LogitsMetadata` of the pass.
             indices: int64, the indices of the logits rows that score prompt tokens, ascending.
         """
-        forward_pass = forward_pass_of(metadata.top_logprobs_nums)
-        assert forward_pass is not None
         self._process, self._processor, self._pass = process, processor, forward_pass
         self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
         self._next_ids = metadata.extend_input_logprob_token_ids_gpu
@@ -277,7 +284,7 @@ class PromptExtraction:
             self._pass.rows,
             self._counts,
             self.chunks,
-            self._process.prefix_cache.current_weights(),
+            self._process.current_weights(),
             self.refused,
         )
 

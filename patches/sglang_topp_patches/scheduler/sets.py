@@ -47,7 +47,7 @@ from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.memory import budget
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.set_buffer import PackedSet, pack_set
+from sglang_topp_patches.set_buffer import PackedSet
 
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
@@ -123,7 +123,7 @@ class ExtractedSets:
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = pairwise(self.offsets.tolist())
         packed: list[PackedSet | str] = [
-            pack_set(token_ids[low:high], logprobs[low:high]) for low, high in bounds
+            (token_ids[low:high].tobytes(), logprobs[low:high].tobytes()) for low, high in bounds
         ]
         for row, problem in self.problems.items():
             packed[row] = problem

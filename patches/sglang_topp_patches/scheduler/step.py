@@ -34,9 +34,7 @@ import torch
 from torch import Tensor
 
 from sglang_topp.candidates.torch_tensors import to_device
-from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.hooks import Seam, after, around, before
-from sglang_topp_patches.memory import trimmer
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.requests import add_sets, is_refused
@@ -49,12 +47,10 @@ from sglang_topp_patches.scheduler.sets import (
     lowest_logprob,
     warm_up,
 )
-from sglang_topp_patches.set_buffer import KEY, PackedSet
+from sglang_topp_patches.set_buffer import PackedSet
 
 __all__ = [
     "CALLED",
-    "STREAM_OUTPUT",
-    "STREAM_OUTPUT_BEFORE_0_5_13",
     "ForwardPass",
     "GeneratedSets",
     "RequestedRows",
@@ -67,7 +63,6 @@ __all__ = [
     "requested_rows",
     "sample",
     "sample_from_probs",
-    "trim_after_sending",
 ]
 
 CALLED = (
@@ -77,15 +72,6 @@ CALLED = (
         keywords=("output_index", "token_ids"),
         since="0.5.20",
     ),
-)
-
-STREAM_OUTPUT = (
-    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
-)
-"""SGLang's function that sends new tokens, with `customized_info`, in SGLang 0.5.13 and later."""
-
-STREAM_OUTPUT_BEFORE_0_5_13 = (
-    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.stream_output"
 )
 
 
@@ -433,13 +419,3 @@ class GeneratedSets(PassSets):
 
 def _listed(tensor: Tensor | None) -> list[Any]:
     return [] if tensor is None else tensor.tolist()
-
-
-@after(STREAM_OUTPUT, since="0.5.13")
-@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13")
-def trim_after_sending(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Return memory to the OS after a request with large sets was sent."""
-    for req in reqs:
-        buffer = (req.customized_info or {}).get(KEY) if req.finished_output else None
-        if buffer is not None and buffer.num_candidates * 8 >= LARGE_BYTES:
-            trimmer.trim_soon()

@@ -23,8 +23,7 @@ from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts, requests, sets, step, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.prefix_cache import Weights
-from sglang_topp_patches.scheduler.requests import SchedulerProcess
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights
 from sglang_topp_patches.scheduler.sets import ExtractedSets, extract, extract_support, staging_counts
 from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.set_buffer import KEY

@@ -13,8 +13,8 @@ import torch
 
 from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.scheduler.pipeline import add_to_stage_output, take_from_stage_output
-from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptSets
+from sglang_topp_patches.scheduler.requests import Weights
 from sglang_topp_patches.scheduler.sets import PassSets, extract
 from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows
 
