@@ -346,7 +346,7 @@ def _check_resumed(wanted: SampleRequest, meta_info: _MetaInfo) -> None:
 def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
     for name in names:
         if name not in fields:
-            raise WireError(name, "got nothing, expected a value")
+            raise WireError(name, "missing, but required")
 
 
 def _text_prompt_ids(chunk: _Chunk) -> TokenIds:

@@ -49,7 +49,7 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.requests import SampleBody
+from sglang_topp_server.schemas.requests import SampleCall
 from sglang_topp_server.settings import Limits
 
 __all__ = ["SampleEndpoint"]
@@ -134,15 +134,15 @@ class SampleEndpoint(Response):
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> SampleBody:
+    async def _read(self, headers: Headers, receive: Receive) -> SampleCall[Any]:
         async with self._bodies.read(headers, receive) as body:
             if len(body) < _OFF_LOOP_BYTES:
                 return self._spec.parse(body, self._limits)
             return await asyncio.to_thread(self._spec.parse, body, self._limits)
 
-    async def _answer(self, request: SampleBody, receive: Receive, send: Send) -> str:
+    async def _answer(self, request: SampleCall[Any], receive: Receive, send: Send) -> str:
         """Answer the request, and return the outcome for the metrics."""
-        answer = self._answer_stream if request.stream else self._answer_whole
+        answer = self._answer_stream if request.body.stream else self._answer_whole
         with self._memory.share() as share:
             task = asyncio.create_task(answer(request, share, send))
             # After the body, the caller's disconnect is the only ASGI message that can still arrive.
@@ -162,7 +162,7 @@ class SampleEndpoint(Response):
                 if not task.cancelled():
                     task.exception()
 
-    async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+    async def _answer_whole(self, request: SampleCall[Any], share: MemoryShare, send: Send) -> str:
         """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
         async with self._own_time_limit(request):
@@ -186,7 +186,7 @@ class SampleEndpoint(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         return "ok"
 
-    async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+    async def _answer_stream(self, request: SampleCall[Any], share: MemoryShare, send: Send) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
         The response starts with status 200 when the first sample finishes. A stream that has started carries
@@ -229,15 +229,15 @@ class SampleEndpoint(Response):
             self._recent.add(sample)
 
     @asynccontextmanager
-    async def _own_time_limit(self, request: SampleBody) -> AsyncIterator[None]:
+    async def _own_time_limit(self, request: SampleCall[Any]) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(request.timeout_s) as limit:
+            async with asyncio.timeout(request.body.timeout_s) as limit:
                 yield
         except TimeoutError:
             if not limit.expired():  # an error of the engine's, not this limit
                 raise
             raise RequestTimeoutError(
-                f"timeout_s: {request.timeout_s} s passed before every {self._spec.result_noun} finished"
+                f"timeout_s: {request.body.timeout_s} s passed before every {self._spec.result_noun} finished"
             ) from None
 
     async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:

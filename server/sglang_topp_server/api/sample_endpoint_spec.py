@@ -14,7 +14,7 @@ from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
-from sglang_topp_server.schemas.requests import SampleBody, parse_rollouts, parse_scores
+from sglang_topp_server.schemas.requests import SampleCall, parse_rollouts, parse_scores
 from sglang_topp_server.settings import Limits
 
 __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "place_of"]
@@ -40,7 +40,7 @@ class EndpointSpec:
     result_noun: str
     index_field: str
     media_type: str
-    parse: Callable[[bytes | bytearray, Limits], SampleBody]
+    parse: Callable[[bytes | bytearray, Limits], SampleCall[Any]]
     check: Callable[[Any, Model, bool], None]
 
 

@@ -27,7 +27,7 @@ from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.engine.trace_context import forwarded_trace
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits import MemoryShare, num_bytes_of
-from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
+from sglang_topp_server.schemas.requests import SampleCall
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
@@ -130,7 +130,7 @@ class EngineClient:
     # -- samples -----------------------------------------------------------------------------------
 
     async def samples(
-        self, request: SampleBody, share: MemoryShare
+        self, request: SampleCall[Any], share: MemoryShare
     ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
         """Yield each sample or score as it finishes, and count its memory in `share`.
 
@@ -168,9 +168,13 @@ class EngineClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one_prompt(
-        self, wanted: SampleRequest, request: SampleBody, share: MemoryShare, finished: asyncio.Queue[Any]
+        self,
+        wanted: SampleRequest,
+        request: SampleCall[Any],
+        share: MemoryShare,
+        finished: asyncio.Queue[Any],
     ) -> None:
-        given = request.given.pop(wanted.prompt_index, None) if isinstance(request, RolloutsBody) else None
+        given = request.given.pop(wanted.prompt_index, None)
         num_given = 0
         if given is not None:
             share.add(given)
@@ -197,14 +201,13 @@ class EngineClient:
             raise from_engine_error(error) from error
 
     def _stream(
-        self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
+        self, wanted: SampleRequest, given: Rollout | None, request: SampleCall[Any]
     ) -> AsyncGenerator[tuple[tuple[int, int], Any], None]:
-        options = _options(request.request_id)
+        options = _options(request.body.request_id)
         if isinstance(wanted, ScoreRequest):
             return self._runs.stream([wanted], options)
-        assert isinstance(request, RolloutsBody)
         existing = {} if given is None else {wanted.prompt_index: given}
-        return self._runs.stream([wanted], replace(options, on_abort=request.on_abort), existing)
+        return self._runs.stream([wanted], replace(options, on_abort=request.body.on_abort), existing)
 
     async def abort(self, request_id: str | None) -> int | None:
         """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.
