@@ -102,6 +102,8 @@ def http_status(error: SglangToppError) -> int:
 
 def error_headers(error: SglangToppError) -> dict[str, str]:
     """Return the response headers of an error."""
+    if http_status(error) == 408:
+        return {"Connection": "close"}
     if isinstance(error, OverloadedError):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 1)))}
     if isinstance(error, ServerError) and error.status == 503:

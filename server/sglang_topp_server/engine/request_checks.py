@@ -24,9 +24,7 @@ from sglang_topp_server.schemas.requests import RolloutsBody, SampleCall, Scores
 __all__ = ["check_rollout_request", "check_score_request"]
 
 
-def check_rollout_request(
-    request: SampleCall[RolloutsBody], model: Model, *, survives_grammars: bool
-) -> None:
+def check_rollout_request(request: SampleCall[RolloutsBody], model: Model, survives_grammars: bool) -> None:
     """Check that a parsed rollout request would not crash or block the engine.
 
     Args:
@@ -60,7 +58,7 @@ def check_rollout_request(
             )
 
 
-def check_score_request(request: SampleCall[ScoresBody], model: Model) -> None:
+def check_score_request(request: SampleCall[ScoresBody], model: Model, _: bool) -> None:
     """Check that a parsed score request would not crash or block the engine.
 
     Raises:

@@ -20,6 +20,7 @@ from sglang_topp_server.settings import Limits
 
 __all__ = [
     "AbortBody",
+    "AnyCall",
     "RolloutsBody",
     "SampleCall",
     "ScoresBody",
@@ -119,6 +120,9 @@ class SampleCall(Generic[_Body]):
     body: _Body
     wanted: Sequence[SampleRequest]
     given: dict[int, Rollout] = field(default_factory=dict)
+
+
+AnyCall: TypeAlias = SampleCall[RolloutsBody] | SampleCall[ScoresBody]
 
 
 def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall[RolloutsBody]:
