@@ -31,7 +31,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES
-from sglang_topp_server.api.encodings import Encoding, JsonLines, SampleJson, accepted_encoding, rechunk
+from sglang_topp_server.api.encodings import Encoding, SampleJson, accepted_encoding, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
@@ -119,7 +119,7 @@ class SampleEndpoint(Response):
     def __init__(self, spec: EndpointSpec, shared: Shared) -> None:
         super().__init__()
         self._spec, self._shared, self._metrics = spec, shared, shared.metrics
-        self._encoding: Encoding = JsonLines()
+        self._encoding: Encoding = Encoding()
         self._is_started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
