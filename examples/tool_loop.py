@@ -45,7 +45,7 @@ def main() -> int:
         rollouts = client.generate(PROMPTS, sampling, top_logprobs_source="sampler", on_abort="resume")
         for _ in range(args.turns - 1):
             rollouts = [rollout.extend(tool(tokenizer, rollout.text)) for rollout in rollouts]
-            rollouts = client.resume(rollouts, sampling, top_logprobs_source="sampler", on_abort="resume")
+            rollouts = client.resume(rollouts, on_abort="resume")
 
     rewards = np.zeros(len(rollouts))  # put your rewards here
     batch = collate_rollouts(rollouts, rewards, pad_token_id=0)

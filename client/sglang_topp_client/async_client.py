@@ -15,18 +15,20 @@ from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
 from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
-from sglang_topp_client.requests.plan_generate import (
+from sglang_topp_client.requests import (
+    Prompts,
     SampleRequest,
     SamplingParams,
+    Sequences,
+    Start,
     TopLogprobsP,
     TopLogprobsSource,
     plan,
+    plan_scores,
 )
-from sglang_topp_client.requests.plan_score import Sequences, Start, plan_scores
-from sglang_topp_client.requests.prompts import Prompts
-from sglang_topp_client.requests.resume import OnAbort, check_on_abort, mark_interruptible, plan_resume
+from sglang_topp_client.resume import OnAbort, OnTimeout, mark_interruptible, plan_resume
 from sglang_topp_client.rollout import Rollout, Score
-from sglang_topp_client.run import OnTimeout, RunOptions
+from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
@@ -331,14 +333,12 @@ class AsyncRolloutClient:
 
         Args:
             rollouts: one rollout or several, returned by `generate` or loaded from a file.
-            sampling_params: the parameters that generated the earlier part; one mapping for all rollouts, or
-                one per rollout. `max_new_tokens` is required. `max_new_tokens` and `min_new_tokens` count all
-                tokens of the turn, not only the new tokens. `n` is ignored, because each rollout is one
-                sample.
-            top_logprobs_p: as for `generate`. For rollouts with candidate sets, pass the
-                `top_logprobs_source` and the `top_logprobs_p` with which they were generated. For rollouts
-                without sets, pass None.
-            top_logprobs_source: as for `generate`.
+            sampling_params: what to change in the parameters that generated the earlier part, which each
+                rollout records; one mapping for all rollouts, or one per rollout. `max_new_tokens` is
+                required, here or there. `max_new_tokens` and `min_new_tokens` count all tokens of the turn,
+                not only the new tokens. Another distribution (`temperature`, `top_p`, `top_k`, `min_p`,
+                `logit_bias`) is an error. `n` is ignored, because each rollout is one sample.
+            top_logprobs_p, top_logprobs_source: by default as recorded; other values are an error.
             return_exceptions: as for `generate`; the returned list has one entry per rollout.
             on_abort, timeout_s, on_timeout, progress, request_id: as for `generate`.
 
@@ -646,21 +646,16 @@ class AsyncRolloutClient:
             check_request_id(request_id)
         if (limit_s := given.get("timeout_s", timeout_s)) is not None:
             limit_s = seconds("timeout_s", limit_s)
-        on_abort, on_timeout = given.get("on_abort", "raise"), given.get("on_timeout", "raise")
-        if kind is ScoreOptions:
-            if not isinstance(on_abort, str) or on_abort not in ("raise", "resume"):
-                raise InvalidInputError(
-                    f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
-                )
-        else:
-            check_on_abort(on_abort)
-        if on_timeout not in ("raise", "return"):
-            raise InvalidInputError(f"on_timeout: got {describe(on_timeout)}, expected 'raise' or 'return'")
+        on_abort = given.get("on_abort", "raise")
+        if kind is ScoreOptions and (not isinstance(on_abort, str) or on_abort not in ("raise", "resume")):
+            raise InvalidInputError(
+                f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
+            )
         return RunOptions(
             request_id or uuid.uuid4().hex,
             on_abort=on_abort,
             timeout_s=limit_s,
-            on_timeout=on_timeout,
+            on_timeout=given.get("on_timeout", "raise"),
             progress=progress,
             keeps_going=return_exceptions,
             max_retries=self._max_retries,
@@ -688,9 +683,4 @@ def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOp
 
 
 def _interruptible(requests: Sequence[SampleRequest], options: GenerateOptions) -> list[SampleRequest]:
-    """Mark the requests whose partial samples the caller, or this client, wants."""
-    on_abort = options.get("on_abort", "raise")
-    check_on_abort(on_abort)
-    if on_abort == "raise" and options.get("on_timeout") == "return":
-        on_abort = "return"
-    return mark_interruptible(requests, on_abort)
+    return mark_interruptible(requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise"))

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
     AbortedError,
@@ -27,10 +27,10 @@ from sglang_topp.errors import (
 from sglang_topp_client.progress import Progress
 from sglang_topp_client.protocols.sglang import GenerateExchange, GenerateScoreExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
-from sglang_topp_client.requests.plan_generate import SampleRequest
-from sglang_topp_client.requests.plan_score import ScoreRequest
-from sglang_topp_client.requests.resume import (
+from sglang_topp_client.requests import SampleRequest, ScoreRequest
+from sglang_topp_client.resume import (
     OnAbort,
+    OnTimeout,
     as_finished,
     continuation_request,
     empty_rollout,
@@ -41,9 +41,8 @@ from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.transport.fd_limit import FileLimitError
 
-__all__ = ["OnTimeout", "Place", "Run", "RunOptions"]
+__all__ = ["Place", "Run", "RunOptions"]
 
-OnTimeout: TypeAlias = Literal["raise", "return"]
 Place: TypeAlias = tuple[int, int]
 """A prompt index and a sample index."""
 Result = TypeVar("Result", Rollout, Score)

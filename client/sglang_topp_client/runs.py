@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
 from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import Place, Run, RunOptions
 from sglang_topp_client.servers import Kind, Server, Servers

@@ -36,7 +36,7 @@ from sglang_topp_client.protocols.lost_fields import (
 )
 from sglang_topp_client.protocols.sglang import TOKENIZE_PATH, tokenize_body, tokenized_ids
 from sglang_topp_client.protocols.sidecar import SERVICE
-from sglang_topp_client.requests.prompts import Messages
+from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable
 from sglang_topp_client.transport import fd_limit
 from sglang_topp_client.transport.fd_limit import FileLimitError

@@ -157,7 +157,7 @@ class SGLangRollouts:
 
         Override this method to call tools. For example, your method may append a tool's output to each
         rollout with `Rollout.extend`, and then continue the rollouts with
-        `client.resume(rollouts, sampling_params)`.
+        `client.resume(rollouts)`.
         """
         groups = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
         return self.client.generate(

@@ -174,11 +174,11 @@ class SetBuffer:
         spans: the weight version of each run of generated positions from 0 on, and the index of its end.
         prompt_version: the version of the weights that scored the prompt.
         problem: why the request ends with an error; None if it does not.
-        num_candidates: how many candidates the request has had so far, at `num_positions` positions.
+        num_sent: how many candidates were sent, at `num_positions_sent` positions.
     """
 
     __slots__ = (
-        *("first", "generated", "num_candidates", "num_positions"),
+        *("first", "generated", "num_positions_sent", "num_sent"),
         *("problem", "prompt", "prompt_version", "spans"),
     )
 
@@ -188,7 +188,7 @@ class SetBuffer:
         self.spans: list[tuple[str, int]] = []
         self.prompt_version = ""
         self.problem: Problem | None = None
-        self.num_candidates = self.num_positions = 0
+        self.num_sent = self.num_positions_sent = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         state = {name: getattr(self, name) for name in self.__slots__}
@@ -203,6 +203,16 @@ class SetBuffer:
     def num_held(self) -> int:
         """The number of candidates that are here."""
         return self.generated.num_candidates + self.prompt.num_candidates
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of candidates that are here or were sent."""
+        return self.num_sent + self.num_held
+
+    @property
+    def num_positions(self) -> int:
+        """The number of positions that are here or were sent."""
+        return self.num_positions_sent + len(self.generated) + len(self.prompt)
 
     def append(self, packed: PackedSet | None, weight_version: str = "") -> None:
         """Append the set of the next generated token. None means that the prefill server has it."""
@@ -244,6 +254,8 @@ class SetBuffer:
         if not (sent.problem or len(sent.generated) or len(sent.prompt)):
             return []
         sent.spans, self.spans = self.spans, self.spans[-1:]  # the next part begins in the last span
+        self.num_sent += sent.num_held
+        self.num_positions_sent += sent.num_positions
         return [sent]
 
     def extend(self, part: SetBuffer) -> None:

@@ -18,7 +18,6 @@ from sglang_topp.candidates.csr_operations import (
     row_keys,
     rows_of,
 )
-from sglang_topp.candidates.duplicate_check import all_distinct
 from sglang_topp.errors import InvalidCandidateSetsError
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "MASS_ERROR",
     "MAX_LOGPROB",
     "NO_TOKEN",
+    "all_distinct",
     "as_float32",
     "as_integers",
     "check_arrays",
@@ -61,6 +61,10 @@ LOWEST = np.finfo(np.float32).min
 """A log-prob at or below this value stands for probability 0. SGLang writes `LOWEST` instead of `-inf`."""
 
 
+# Odd factors with well-mixed bits: 2^32 over the golden ratio, and two constants of MurmurHash3.
+_VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35], np.uint32)
+
+
 def check_arrays(
     ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
 ) -> None:
@@ -83,15 +87,69 @@ def check_arrays(
     for block in blocks_of(offsets):
         span = slice(offsets[block.start], offsets[block.stop])
         inside = offsets[block.start : block.stop + 1] - span.start
-        rows = rows_of(inside)
-        _check_ids(ids[span], rows, block.start)
-        if logprobs is None:
-            _check_order_by_id(ids[span], rows, inside, block.start)
-        else:
-            _check_order_by_logprob(ids[span], logprobs[span], rows, inside, block.start)
-        is_sampled = _check_sampled(ids[span], rows, inside, sampled[block], block.start)
+        known = None if logprobs is None else logprobs[span]
+        _check_block(ids[span], known, inside, sampled[block], block.start)
+
+
+def _check_block(
+    ids: Int32Array,
+    logprobs: NDArray[np.float32] | None,
+    offsets: Int64Array,
+    sampled: Int32Array,
+    first: int,
+) -> None:
+    """Check the candidates of consecutive positions, of which `first` is the first."""
+    rows, sizes = rows_of(offsets), np.diff(offsets)
+    if (e := first_true(ids < 0)) is not None:
+        raise InvalidCandidateSetsError(
+            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        )
+    ordered = ids[1:] > ids[:-1]
+    if logprobs is not None:
+        if (e := first_true(~(logprobs <= MAX_LOGPROB))) is not None:
+            raise InvalidCandidateSetsError(
+                "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
+            )
+        ordered &= logprobs[1:] == logprobs[:-1]
+        ordered |= logprobs[1:] < logprobs[:-1]
+    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
+    ordered[starts - 1] = True  # these two candidates are of two positions
+    if (e := first_true(~ordered)) is not None:
+        pair, expected = "", "without log-probs, expected ids lowest first"
         if logprobs is not None:
-            _check_possible(logprobs[span], rows, inside, is_sampled, block.start)
+            pair = f" (log-probs {logprobs[e]}, {logprobs[e + 1]})"
+            expected = "expected log-probs highest first, then ids lowest first"
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]}{pair} at position {first + rows[e]}; {expected}, without duplicates",
+        )
+    if logprobs is not None:
+        check_distinct(ids, rows, first)
+    # The ids of a set are distinct, so a set contains its sampled token at most once.
+    is_sampled = ids == sampled.take(rows)
+    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
+        lacking = sizes > 0
+        lacking[rows[is_sampled]] = False
+        t = int(lacking.argmax())
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"{sampled[t]} is not among the {sizes[t]} candidates at position {first + t}"
+        )
+    if (lone := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"got {sampled[lone]} at position {first + lone}, expected a token id"
+        )
+    if logprobs is None or not len(logprobs) or logprobs.min() > LOWEST:
+        return
+    if (e := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs",
+            f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled; it has no"
+            " place in the set",
+        )
+    if (empty := without_mass(logprobs, offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs", f"nothing but a token of zero probability at position {first + empty}"
+        )
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
@@ -115,106 +173,35 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
     return None if t is None else int(filled[t])
 
 
-def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # `_check_ids` and the check functions below first run a cheap check of all candidates. These functions
-    # search for the invalid position only if the cheap check fails.
-    if len(ids) and ids.min() < 0:
-        e = int((ids < 0).argmax())
-        raise InvalidCandidateSetsError(
-            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
-        )
+def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
+    """Return whether all values within each row are distinct, exactly, and faster than a sort.
 
-
-def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
-    """Check that the token ids of each candidate set ascend strictly, so that no id occurs twice."""
-    if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
-        raise InvalidCandidateSetsError(
-            "token_ids",
-            f"{ids[e]} then {ids[e + 1]} at position {first + rows[e]}; without log-probs, expected"
-            " ids lowest first, without duplicates",
-        )
-
-
-def _check_order_by_logprob(
-    ids: Int32Array, logprobs: NDArray[np.float32], rows: Int32Array, offsets: Int64Array, first: int
-) -> None:
-    """Check that the log-probs of each set descend, and that ids with equal log-probs ascend."""
-    if len(ids) and not logprobs.max() <= MAX_LOGPROB:
-        e = int((~(logprobs <= MAX_LOGPROB)).argmax())
-        raise InvalidCandidateSetsError(
-            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
-        )
-    ordered = logprobs[1:] == logprobs[:-1]
-    ordered &= ids[1:] > ids[:-1]
-    ordered |= logprobs[1:] < logprobs[:-1]
-    if (disorder := _first_disorder(ordered, offsets)) is not None:
-        e = disorder
-        raise InvalidCandidateSetsError(
-            "token_ids",
-            f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
-            f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
-            " without duplicates",
-        )
-    check_distinct(ids, rows, first)
-
-
-def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
-    """Return the first i for which candidates i and i + 1 of one set are out of order, or None.
+    A pair is a value and its row. The function hashes each pair to a slot of a hash table, and writes the
+    pair's index to the slot. Among pairs with the same slot, the last written pair keeps the slot. The
+    function compares each of the other pairs with the pair that keeps the slot, and returns False if the two
+    are equal. In the next round, the function rehashes the pairs that do not keep their slot. Equal pairs
+    have the same slot in every round, so the function finds every duplicate.
 
     Args:
-        ordered: bool [n - 1], whether candidates i and i + 1 are in order. If candidates i and i + 1 belong
-            to different positions, the function sets `ordered[i]` to True.
+        values: int32 [n], the n values of all rows.
+        rows: int32 [n], the row of each value.
     """
-    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
-    ordered[starts - 1] = True
-    return None if ordered.all() else int(ordered.argmin())
-
-
-def _check_sampled(
-    ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
-) -> NDArray[np.bool_]:
-    """Return bool [n]: whether each candidate is the sampled token of its position.
-
-    A set that is not empty and lacks its sampled token is an error.
-    """
-    sizes = np.diff(offsets)
-    # Earlier checks ensure that a set's ids are distinct, so a set contains its sampled token at most once.
-    is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
-    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
-        lacking = sizes > 0
-        lacking[rows[is_sampled]] = False
-        lacks = int(lacking.argmax())
-        raise InvalidCandidateSetsError(
-            "sampled_ids",
-            f"{sampled[lacks]} is not among the {sizes[lacks]} candidates at position {first + lacks}",
-        )
-    if (t := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
-        raise InvalidCandidateSetsError(
-            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
-        )
-    return is_sampled
-
-
-def _check_possible(
-    logprobs: NDArray[np.float32],
-    rows: Int32Array,
-    offsets: Int64Array,
-    is_sampled: NDArray[np.bool_],
-    first: int,
-) -> None:
-    """Raise an error if a token that was not sampled has probability 0, or if a non-empty set has mass 0."""
-    if not len(logprobs) or logprobs.min() > LOWEST:
-        return
-    if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs",
-            f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
-            " sampled; it has no place in the set",
-        )
-    if (t := without_mass(logprobs, offsets)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs", f"nothing but a token of zero probability at position {first + t}"
-        )
+    bits = len(values).bit_length() + 1
+    table = np.empty(1 << bits, np.int32)
+    entries = np.arange(len(values), dtype=np.int32)
+    hashes = values.view(np.uint32) * _VALUE_FACTOR + rows.view(np.uint32) * _ROW_FACTOR
+    while len(entries):
+        slots = (hashes >> np.uint32(32 - bits)).astype(np.intp)
+        table[slots] = entries
+        winners = table.take(slots)
+        lost = np.flatnonzero(winners != entries)
+        entries, winners = entries.take(lost), winners.take(lost)
+        if (
+            (values.take(winners) == values.take(entries)) & (rows.take(winners) == rows.take(entries))
+        ).any():
+            return False
+        hashes = hashes.take(lost) * _ROUND_FACTOR
+    return True
 
 
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:

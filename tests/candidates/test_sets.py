@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates import NO_TOKEN, csr_operations, duplicate_check
+from sglang_topp.candidates import NO_TOKEN, csr_operations, validation
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
 LOWEST = np.finfo(np.float32).min
@@ -493,7 +493,7 @@ def test_all_distinct_by_definition(rows, data):
     sizes = [len(row) for row in rows]
     values = np.array([value for row in rows for value in row], np.int32)
     row_of = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)
-    assert duplicate_check.all_distinct(values, row_of) == distinct_by_definition(values, sizes)
+    assert validation.all_distinct(values, row_of) == distinct_by_definition(values, sizes)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -505,11 +505,11 @@ def test_one_duplicate_among_many(seed):
     rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     # Ids are distinct within a row by construction, and all rows use the same few ids.
     values = (np.arange(len(rows)) - offsets[rows] + rng.integers(0, 5, len(sizes))[rows]).astype(np.int32)
-    assert duplicate_check.all_distinct(values, rows)
+    assert validation.all_distinct(values, rows)
     t = rng.choice(np.flatnonzero(sizes > 1))
     first, second = rng.choice(np.arange(offsets[t], offsets[t + 1]), 2, replace=False)
     values[second] = values[first]
-    assert not duplicate_check.all_distinct(values, rows)
+    assert not validation.all_distinct(values, rows)
 
 
 @given(st.sampled_from([1, 2, 7, 64]), st.integers(0, 39), st.data())

@@ -11,7 +11,7 @@ from sglang_topp import CandidateSets, errors
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client import run as run_module
 from sglang_topp_client.rollout import join_parts
-from sglang_topp_client.wire.records import rollout_to_json
+from sglang_topp_client.wire.records import to_record
 
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 SAMPLING = {"max_new_tokens": 12}
@@ -656,7 +656,7 @@ async def test_wrong_rollouts_are_named(client, rollouts, words):
             {},
             r"top_logprobs_source: got 'sampler', but 'distribution' is requested",
         ),
-        ({}, {"sampling_params": [SAMPLING, SAMPLING]}, "sampling_params: got 2 values for 1 prompts"),
+        ({}, {"sampling_params": [SAMPLING, SAMPLING]}, "sampling_params: got 2 values for 1 rollouts"),
         (
             {"top_logprobs_p": 0.8},
             {},
@@ -665,10 +665,10 @@ async def test_wrong_rollouts_are_named(client, rollouts, words):
         *(
             (
                 {"sampling_params": {**SAMPLING, name: 0.5}},
-                {},
+                {"sampling_params": {**SAMPLING, name: 0.25}},
                 rf"sampling_params\.{name}: got 0.5, but .* requested",
             )
-            for name in ("temperature", "top_p", "top_k", "min_p")
+            for name in ("temperature", "top_p", "top_k", "min_p", "logit_bias")
         ),
     ],
 )
@@ -677,6 +677,40 @@ async def test_rollouts_that_do_not_fit_the_request_are_named(engine, client, fa
     with pytest.raises(errors.InvalidInputError, match=words):
         await client.resume(made(fakes, [5], **changes), **fields)
     assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "sets"),
+    [
+        ({"top_logprobs_p": 0.9, "top_logprobs_source": "distribution"}, {"top_logprobs_p": 0.9}),
+        ({"top_logprobs_source": "sampler"}, {"top_logprobs_source": "sampler"}),
+        ({"top_logprobs_source": None, "candidates": None, "weight_spans": None}, {}),
+    ],
+    ids=["distribution", "sampler", "none"],
+)
+@pytest.mark.parametrize(
+    ("given", "limit"), [({}, 8), ({"sampling_params": {"max_new_tokens": 16, "n": 3}}, 12)]
+)
+async def test_a_rollout_is_resumed_with_its_recorded_parameters(
+    engine, client, fakes, recorded, sets, given, limit
+):
+    """Parameters that the caller gives replace the recorded ones."""
+    params = {"max_new_tokens": 12, "temperature": 0.5, "stop": ["x"], "logit_bias": {"7": 1.0}}
+
+    async def hang(asked, reply):
+        await reply.hung_up()
+
+    engine.script.append(hang)
+    part = made(fakes, [5], sampling_params=params, **recorded)
+    asked = asyncio.create_task(client.resume([part], **given))
+    await until(lambda: engine.calls)
+    asked.cancel()
+    (body,) = engine.calls
+    assert body["resumed_tokens"] == 4
+    sent = body["sampling_params"]
+    assert {name: sent[name] for name in params} == {**params, "max_new_tokens": limit}
+    assert sent["n"] == 1
+    assert {name: body[name] for name in ("top_logprobs_p", "top_logprobs_source") if name in body} == sets
 
 
 def test_parts_of_different_rollouts_are_an_error(fakes):
@@ -750,7 +784,7 @@ async def test_a_sidecar_stops_a_request_by_its_name(sidecar, fakes):
 
 
 def test_records_say_that_they_were_aborted(fakes):
-    assert rollout_to_json(made(fakes, [5]))["finish_reason"] == "abort"
+    assert to_record(made(fakes, [5]))["finish_reason"] == "abort"
     assert isinstance(made(fakes, [5]), Rollout)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, RolloutClient, retry_policy
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
 from sglang_topp_client.run import RunOptions
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")

@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_topp_patches import capabilities
-from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.http.process_state import HTTP_SERVER, note_server_args
+from sglang_topp_patches.releases import Feature, refused
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 

@@ -31,7 +31,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.compat.releases import installed
+from sglang_topp_patches.releases import installed
 
 __all__ = ["TorchCpuPlatform", "activate", "register"]
 

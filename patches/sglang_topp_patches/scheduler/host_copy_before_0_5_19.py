@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.hooks import around, before
-from sglang_topp_patches.scheduler.customized_info import STREAM_OUTPUT, STREAM_OUTPUT_BEFORE_0_5_13
+from sglang_topp_patches.internals import take
+from sglang_topp_patches.releases import internals
+from sglang_topp_patches.scheduler.step import STREAM_OUTPUT, STREAM_OUTPUT_BEFORE_0_5_13
 
 __all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
 

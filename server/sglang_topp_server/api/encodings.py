@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from sglang_topp import formats
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.transport.framing import frame_head
-from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
+from sglang_topp_client.wire.records import to_frame, to_record
 
 __all__ = [
     "CHUNK_BYTES",
@@ -49,10 +49,7 @@ class SampleJson:
     """
 
     def __init__(self, sample: Rollout | Score) -> None:
-        if isinstance(sample, Score):
-            record = score_to_json(replace(sample, candidates=None))
-        else:
-            record = rollout_to_json(replace(sample, candidates=None))
+        record = to_record(replace(sample, candidates=None))
         self._parts: list[bytes | memoryview] = []
         if sample.candidates is None:
             self._head, self._tail = to_json(record), b""
@@ -140,7 +137,7 @@ class Frames:
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
         """Encode a finished sample or score as one frame, in the binary encoding of `sglang_topp_client`."""
-        raw = score_to_bytes(sample) if isinstance(sample, Score) else rollout_to_bytes(sample)
+        raw = to_frame(sample)
         return [frame_head(len(raw)), raw]
 
     def message(self, answer: dict[str, Any]) -> bytes:

@@ -30,7 +30,7 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE
+from sglang_topp_client.wire.records import MEDIA_TYPES
 from sglang_topp_server.api.encodings import Encoding, JsonLines, SampleJson, accepted_encoding, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
@@ -87,10 +87,10 @@ class EndpointSpec:
 
 
 ROLLOUTS = EndpointSpec(
-    "rollouts", "sample", "prompt_index", ROLLOUTS_MEDIA_TYPE, parse_rollouts, check_rollout_request
+    "rollouts", "sample", "prompt_index", MEDIA_TYPES[Rollout], parse_rollouts, check_rollout_request
 )
 SCORES = EndpointSpec(
-    "scores", "sequence", "sequence_index", SCORES_MEDIA_TYPE, parse_scores, check_score_request
+    "scores", "sequence", "sequence_index", MEDIA_TYPES[Score], parse_scores, check_score_request
 )
 
 

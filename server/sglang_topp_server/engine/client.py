@@ -17,7 +17,7 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig

@@ -18,7 +18,7 @@ from sglang_topp.engine_contract import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError
-from sglang_topp_client.requests.plan_generate import SampleRequest
+from sglang_topp_client.requests import SampleRequest
 from sglang_topp_server.schemas.requests import RolloutsBody, ScoresBody
 
 __all__ = ["check_rollout_request", "check_score_request"]

@@ -23,11 +23,10 @@ from pydantic import (
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import BadRequestError, InvalidInputError, WireError, describe
 from sglang_topp_client.argument_checks import MAX_REQUEST_ID, check_request_id, truncate
-from sglang_topp_client.requests.plan_generate import SampleRequest, plan
-from sglang_topp_client.requests.plan_score import ScoreRequest, plan_scores
-from sglang_topp_client.requests.resume import mark_interruptible, plan_resume
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, plan, plan_scores
+from sglang_topp_client.resume import mark_interruptible, plan_resume
 from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
-from sglang_topp_client.wire.records import rollout_from_json
+from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.settings import Limits
 
 __all__ = [
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 # Fields that may hold millions of ids have the type `Any`, so that Pydantic does not check each element.
-# `sglang_topp_client.requests.prompts` checks the elements, and names the invalid prompt in its error.
+# `sglang_topp_client.requests` checks the elements, and names the invalid prompt in its error.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
@@ -237,18 +236,18 @@ def _num_samples(request: RolloutsBody) -> int:
     return sum(max(n, 1) if isinstance(n := one.get("n"), int) else 1 for one in each)
 
 
-def read_rollouts(records: Any) -> list[Rollout]:
+def read_rollouts(given: Any) -> list[Rollout]:
     """Decode the JSON records in the body's `rollouts` field into `Rollout` objects.
 
     Raises:
         InvalidInputError: a record is not a valid rollout; the error names the record's index and field.
     """
-    if not isinstance(records, list):
-        raise InvalidInputError(f"rollouts: got {type(records).__name__}, expected a list of records")
+    if not isinstance(given, list):
+        raise InvalidInputError(f"rollouts: got {type(given).__name__}, expected a list of records")
     rollouts = []
-    for i, record in enumerate(records):
+    for i, record in enumerate(given):
         try:
-            rollouts.append(rollout_from_json(record, may_be_extended=True))
+            rollouts.append(from_record(Rollout, record, may_be_extended=True))
         except WireError as error:
             raise InvalidInputError(f"rollouts[{i}].{error.field}: {error.problem}") from None
         except InvalidInputError as error:

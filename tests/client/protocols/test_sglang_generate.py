@@ -8,7 +8,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client.protocols.sglang import GenerateExchange
-from sglang_topp_client.requests.plan_generate import plan
+from sglang_topp_client.requests import plan
 
 
 def exchange(n=1, p=0.9, prompt=(5, 6)):

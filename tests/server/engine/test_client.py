@@ -202,7 +202,7 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     def broken(rollout):
         raise KeyError("a fault of our own")
 
-    monkeypatch.setattr("sglang_topp_server.api.encodings.rollout_to_json", broken)
+    monkeypatch.setattr("sglang_topp_server.api.encodings.to_record", broken)
     answer = sidecar.rollouts("a", stream=stream)
 
     # In a stream, the status has already been sent, so the last line reports the error.

@@ -1,1 +1,0 @@
-"""Check a caller's arguments, and build the requests for `generate`, `resume`, and `score`."""
