@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.all_hooks import SEAMS
-from sglang_topp_patches.compat.releases import Feature, installed, refused
 from sglang_topp_patches.hooks import Hook
+from sglang_topp_patches.plugin import all_seams
+from sglang_topp_patches.releases import Feature, installed, refused
 
 __all__ = [
     "can_flush_while_paused",
@@ -37,7 +37,7 @@ def needs(feature: Feature) -> pytest.MarkDecorator:
 
 def hooks_here() -> list[Hook]:
     """Return the hooks on the installed SGLang."""
-    return [seam for seam in SEAMS if isinstance(seam, Hook) and seam.is_in(installed()[0])]
+    return [seam for seam in all_seams() if isinstance(seam, Hook) and seam.is_in(installed()[0])]
 
 
 def is_hook_here(function: Callable[..., Any]) -> bool:

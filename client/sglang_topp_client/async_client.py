@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from ssl import SSLContext
 from types import TracebackType
@@ -314,7 +315,7 @@ class AsyncRolloutClient:
         tells the prompt.
         """
         requests = _plan(prompts, sampling_params, options)
-        return self._runs.stream(requests, self._options("stream", options, None, return_exceptions))
+        return self._stream(requests, self._options("stream", options, None, return_exceptions))
 
     @overload
     async def resume(
@@ -468,7 +469,7 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[Any, None]:
         """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
         requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return self._runs.stream(requests, self._options("stream_scores", options, None, return_exceptions))
+        return self._stream(requests, self._options("stream_scores", options, None, return_exceptions))
 
     # -- requests in flight ------------------------------------------------------------------------
 
@@ -651,6 +652,13 @@ class AsyncRolloutClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _stream(
+        self, requests: Sequence[SampleRequest], options: RunOptions
+    ) -> AsyncGenerator[Any, None]:
+        async with aclosing(self._runs.stream(requests, options)) as results:
+            async for _, result in results:
+                yield result
 
     def _options(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_topp_client.requests import SampleRequest
 from sglang_topp_client.rollout import Rollout
-from sglang_topp_client.run import Run, RunOptions
+from sglang_topp_client.run import Place, Run, RunOptions
 from sglang_topp_client.servers import Kind, Servers
 from sglang_topp_client.transport.server_config import ServerConfig
 
@@ -67,13 +67,13 @@ class Runs:
         requests: Sequence[SampleRequest],
         options: RunOptions,
         existing: Mapping[int, Rollout] | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        """Yield each result of a new call as it arrives; see `Run`."""
+    ) -> AsyncGenerator[tuple[Place, Any], None]:
+        """Yield each result of a new call with its place, as it arrives; see `Run`."""
         here = self._here()
         run: Run[Any] = Run(here.servers, here.runs, requests, options, existing)
         async with aclosing(run.results()) as results:
-            async for _, result in results:
-                yield result
+            async for item in results:
+                yield item
 
     async def gather(
         self,
@@ -82,9 +82,7 @@ class Runs:
         existing: Mapping[int, Rollout] | None = None,
     ) -> list[Any]:
         """Return the results of a new call in the order of its prompts."""
-        here = self._here()
-        run: Run[Any] = Run(here.servers, here.runs, requests, options, existing)
-        async with aclosing(run.results()) as results:
+        async with aclosing(self.stream(requests, options, existing)) as results:
             outcomes = {place: outcome async for place, outcome in results}
         return [outcomes[place] for place in sorted(outcomes)]
 

@@ -35,6 +35,7 @@ __all__ = [
     "per_sample_refusal",
     "prompt_refusal",
     "trim_detokenizer",
+    "trimmer",
 ]
 
 LIST_FORM_COST = 16
@@ -72,7 +73,7 @@ class Budget:
         staged_candidates_per_row: the capacity of the staging area, a GPU buffer for the sets of a forward
             pass, in candidates per row. A row is one token position. If the sets of some rows do not fit,
             their requests do not fail: the scheduler extracts these sets again and waits for the device
-            (`scheduler.gpu_staging`).
+            (`scheduler.sets`).
     """
 
     max_candidates_per_sample: int
@@ -182,7 +183,8 @@ def _memory_bytes() -> int:
     return physical
 
 
-_trimmer = HeapTrimmer()
+trimmer = HeapTrimmer()
+"""The trimmer of this process."""
 
 
 @after("sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out", since="0.5.22")
@@ -192,4 +194,4 @@ def trim_detokenizer(result: Any, self: Any, recv_obj: Any) -> None:
     SGLang's field `customized_info` holds the candidate sets.
     """
     if len(getattr(recv_obj.customized_info, "data", b"")) >= LARGE_BYTES:
-        _trimmer.trim_soon()
+        trimmer.trim_soon()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_topp_patches.compat.releases import RELEASES
+from sglang_topp_patches.releases import RELEASES
 from sglang_topp_server.cli import main
 from sglang_topp_server.process import launch
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine import start_servers
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_engine

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_rollout
 from tests.engine.start_servers import Engine, run_sidecar
 from tests.skip_missing_features import needs

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from sglang_topp.errors import BadRequestError, MissingCandidateSetsError, ServerError, WireError
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from sglang_topp_server.cli.main import main
 from tests.engine.start_servers import Engine, free_port, run_sidecar
 from tests.skip_missing_features import needs

@@ -28,7 +28,7 @@ before = set(sys.modules)
 
 class Manager:
     def __init__(self, server_args, port_args):
-        from sglang_topp_patches.compat.seam_check import status
+        from sglang_topp_patches.capabilities import status
         imported = set(sys.modules) - before
         print(json.dumps([sorted(HookRegistry._patched), sorted(imported), status().problems]))
         sys.exit(0)
@@ -53,5 +53,5 @@ def test_only_the_hook_of_the_detokenizer_is_loaded(model_path: Path) -> None:
     assert problems == []
     ours = {name for name in imported if name.startswith("sglang_topp_patches.")}
     assert "sglang_topp_patches.memory" in ours
-    assert not ours & {f"sglang_topp_patches.{name}" for name in ("all_hooks", "http", "scheduler")}
+    assert not ours & {f"sglang_topp_patches.{name}" for name in ("http", "scheduler")}
     assert not {"sglang.srt.managers.scheduler", "sglang.srt.entrypoints.http_server"} & set(imported)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_topp import formats
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_nothing_is_held, check_rollout, checked_sets
 from tests.engine.requests_during_push import InFlight
 from tests.engine.start_servers import Engine, chunks_of, free_port, run_engine, run_gateway

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.start_servers import with_forks
 from tests.skip_missing_features import needs
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.documentation_blocks import block_with
 from tests.engine.conftest import EXAMPLES
 from tests.engine.pushed_weights import restore_weights

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.all_hooks import SEAMS
-from sglang_topp_patches.compat.releases import RELEASES, installed
+from sglang_topp_patches.plugin import all_seams
+from sglang_topp_patches.releases import RELEASES, installed
 from tests.engine.sglang_forks import sitecustomize
 from tests.engine.start_servers import run_engine
 from tests.skip_missing_features import hooks_here
@@ -147,7 +147,7 @@ def test_doctor_of_another_release(another_release: dict[str, str]) -> None:
     ended = _sglang_topp("doctor", "-v", env=another_release)
     assert ended.returncode == 1
     assert f"SGLang 0.5.99 is not supported; supported: {', '.join(RELEASES)}" in ended.stdout
-    newest = [seam for seam in SEAMS if seam.is_in("0.5.99")]
+    newest = [seam for seam in all_seams() if seam.is_in("0.5.99")]
     assert f"{len(newest)} of the {len(newest)} functions that are hooked or called" in ended.stdout
     for seam in newest:
         assert f"holds  {seam.target}" in ended.stdout
@@ -165,7 +165,7 @@ def test_doctor_says_what_differs_and_how(another_release: dict[str, str], tmp_p
     assert lines[missing + 1].startswith("not found (")
     changed_to = lines.index("FAILS  sglang.srt.managers.schedule_batch.Req.set_finish_with_abort")
     assert lines[changed_to + 1] == "takes (self, reason), expected error_msg among them"
-    count = sum(seam.is_in("0.5.99") for seam in SEAMS)
+    count = sum(seam.is_in("0.5.99") for seam in all_seams())
     assert f"{count - 2} of the {count} functions that are hooked or called are as expected" in ended.stdout
     assert lines[-1] == "the plugin does NOT hold: requests are refused"
 

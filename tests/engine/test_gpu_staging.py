@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.candidate_set_checks import check_whole
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_engine

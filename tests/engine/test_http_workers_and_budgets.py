@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.candidate_set_checks import check_nothing_is_held, checked_sets
 from tests.engine.start_servers import Engine, chunks_of, run_engine
 

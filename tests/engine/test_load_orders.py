@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.start_servers import Engine, run_engine
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.logit_processors import NoNumber, num_sampled

@@ -23,7 +23,7 @@ from sglang_topp.errors import (
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client.weight_push import tensors_to_push
 from sglang_topp_client.weight_push.engine_control import EngineControl
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_rollout
 from tests.engine.pushed_weights import check_sets
 from tests.engine.start_servers import free_port, run_engine, run_sidecar

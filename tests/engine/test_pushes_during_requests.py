@@ -18,7 +18,7 @@ import pytest
 
 from sglang_topp import formats
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout, checked_sets
 from tests.engine.pushed_weights import check_answer, check_sets, restore_weights, versions_of

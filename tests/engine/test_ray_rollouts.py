@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from sglang_topp_client import load_rollouts
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_rollout
 from tests.examples.two_node_cluster import run_example, two_node_cluster
 from tests.skip_missing_features import skip_without

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_patches.compat.releases import Feature, installed, refused
+from sglang_topp_patches.releases import Feature, installed, refused
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.start_servers import Engine, run_engine
 from tests.skip_missing_features import needs_grammars

@@ -17,7 +17,7 @@ import torch
 from sglang_topp import CandidateSets, formats
 from sglang_topp.replay import replayed_old_logprobs, score
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_sidecar

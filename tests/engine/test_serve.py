@@ -21,7 +21,7 @@ import pytest
 
 from sglang_topp.errors import RequestError, RolloutError
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient, load_rollouts
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_server.view.token_text import TokenTexts
 from tests.documentation_blocks import block_with
 from tests.engine.candidate_set_checks import check_rollout

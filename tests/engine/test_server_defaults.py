@@ -14,7 +14,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang_topp import formats
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.start_servers import Engine, run_engine
 from tests.skip_missing_features import needs
 

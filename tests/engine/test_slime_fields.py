@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.candidate_set_checks import check_nothing_is_held, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.requests_during_push import InFlight

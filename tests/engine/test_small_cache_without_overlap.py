@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.logit_processors import Slow
 from tests.engine.pushed_weights import check_answer, restore_weights, versions_of

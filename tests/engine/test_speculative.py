@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_topp.replay import replayed_old_logprobs, score
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole, checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.requests_during_push import InFlight

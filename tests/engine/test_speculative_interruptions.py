@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import check_nothing_is_held, check_whole
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.pushed_weights import check_answer, restore_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.releases import Feature, refused
+from sglang_topp_patches.releases import Feature, refused
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.start_servers import run_engine
 from tests.skip_missing_features import grammar_problem

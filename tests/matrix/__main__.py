@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_topp_patches.compat.releases import RELEASES as SERVED
+from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.cpu_platform import request_cpu_platform
 from tests.matrix import results
 from tests.matrix.environment import JOURNALS, ROOT, environment, pin

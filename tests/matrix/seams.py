@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import sglang_topp_patches
-from sglang_topp_patches.all_hooks import SEAMS
-from sglang_topp_patches.compat.internals.interface import Internals
-from sglang_topp_patches.compat.releases import RELEASES, Feature
 from sglang_topp_patches.hooks import Hook, Seam
+from sglang_topp_patches.internals import Internals
+from sglang_topp_patches.plugin import all_seams
+from sglang_topp_patches.releases import RELEASES, Feature
 from tests.matrix.environment import UV
 from tests.matrix.find_definitions import PackageSource
 from tests.matrix.releases import Release
@@ -47,7 +47,7 @@ def find_problems(release: Release) -> list[str]:
     return found + [f"{name}: a hook imports it, and it does not exist" for name in missing]
 
 
-def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam] = SEAMS) -> list[str]:
+def find_seam_problems(source: PackageSource, version: str, seams: Iterable[Seam] = all_seams()) -> list[str]:
     """Return a sentence for each seam that is missing in the source or has other parameters.
 
     Of a missing function, the sentence also names up to three places that define another of its name.
@@ -82,7 +82,7 @@ def hook_imports(version: str) -> Iterator[str]:
         return
     called = [name for name in dir(Internals) if _FEATURE_OF_METHOD.get(name) not in release.refused]
     trees = [*_methods(type(release.internals), called)]
-    hooks = [seam for seam in SEAMS if isinstance(seam, Hook) and seam.is_in(version)]
+    hooks = [seam for seam in all_seams() if isinstance(seam, Hook) and seam.is_in(version)]
     trees += map(_tree, {hook.function for hook in hooks})
     for tree in trees:
         yield from _imports(ast.walk(tree))

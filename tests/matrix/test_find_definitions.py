@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.all_hooks import SEAMS
+from sglang_topp_patches.plugin import all_seams
 from tests.matrix.find_definitions import PackageSource
 
 PACKAGE = {
@@ -129,7 +129,7 @@ def test_one_that_is_not_installed_is_named() -> None:
 def test_every_seam_reads_as_python_has_it() -> None:
     """Compare the installed SGLang, once imported and once read."""
     source = PackageSource.installed()
-    seams = [seam for seam in SEAMS if seam.is_in(version("sglang"))]
+    seams = [seam for seam in all_seams() if seam.is_in(version("sglang"))]
     assert len(seams) > 30
     for seam in seams:
         if not seam.target.startswith("sglang."):

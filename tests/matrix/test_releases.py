@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sglang_topp_patches.compat.releases import RELEASES as SERVED
+from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix.environment import ROOT
 from tests.matrix.releases import RELEASES, SHORT_SET, WHOLE_SET, Release, select_releases
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_topp_patches.compat.releases import RELEASES as SERVED
+from sglang_topp_patches.releases import RELEASES as SERVED
 from tests.matrix import __main__ as matrix
 from tests.matrix import results
 from tests.matrix.__main__ import REASONS

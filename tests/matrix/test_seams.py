@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp_patches.compat.releases import RELEASES
 from sglang_topp_patches.hooks import Seam
+from sglang_topp_patches.releases import RELEASES
 from tests.matrix import releases, seams
 from tests.matrix.find_definitions import PackageSource
 

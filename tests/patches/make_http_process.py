@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.memory import InFlight
 
@@ -14,6 +13,4 @@ __all__ = ["http_process"]
 
 def http_process(limit: int = 1 << 20, **server_args: Any) -> HttpProcess:
     """Return the state of an HTTP process that has not served anything."""
-    in_flight = InFlight(limit)
-    args = SimpleNamespace(**server_args) if server_args else None
-    return HttpProcess(in_flight, PrefillServer(in_flight), args)
+    return HttpProcess(InFlight(limit), SimpleNamespace(**server_args) if server_args else None)

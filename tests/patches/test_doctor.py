@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import sglang.srt.plugins
 
-from sglang_topp_patches import doctor
-from sglang_topp_patches.all_hooks import SEAMS
-from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Release
-from sglang_topp_patches.compat.seam_check import SeamCheck, Status
+from sglang_topp_patches import capabilities, plugin, releases
+from sglang_topp_patches.capabilities import SeamCheck, Status
 from sglang_topp_patches.hooks import Seam
+from sglang_topp_patches.plugin import all_seams
+from sglang_topp_patches.releases import RELEASES, UNLISTED, Release
 
 CHANGED = SeamCheck(Seam("sglang.changed", "Do it."), "takes (self), expected req among them")
 
@@ -25,15 +25,15 @@ def _not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def _report(
     monkeypatch: pytest.MonkeyPatch, status: Status, release: Release, *, verbose: bool
 ) -> tuple[bool, list[str]]:
-    monkeypatch.setattr(doctor, "status", lambda: status)
-    monkeypatch.setattr(doctor, "installed", lambda: (status.sglang_version, release))
-    return doctor.report(verbose)
+    monkeypatch.setattr(capabilities, "status", lambda: status)
+    monkeypatch.setattr(releases, "installed", lambda: (status.sglang_version, release))
+    return plugin.report(verbose)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_five_lines_are_enough_where_sets_are_served(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    checks = tuple(SeamCheck(seam) for seam in SEAMS if seam.is_in(release))
+    checks = tuple(SeamCheck(seam) for seam in all_seams() if seam.is_in(release))
     status = Status(release, checks, ())
     holds, lines = _report(monkeypatch, status, RELEASES[release], verbose=False)
     assert holds
@@ -70,7 +70,8 @@ def test_what_is_changed_is_named(monkeypatch: pytest.MonkeyPatch, verbose: bool
 def test_an_unsupported_release_shows_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Seam("sglang.srt.managers.utils.gone", "Do it.", since="0.5.20")
     older = Seam("sglang.srt.managers.utils.older", "Do it.", until="0.5.20")
-    monkeypatch.setattr(doctor, "SEAMS", (gone, older, Seam("sglang.srt.plugins.load_plugins", "Do it.")))
+    seams = (gone, older, Seam("sglang.srt.plugins.load_plugins", "Do it."))
+    monkeypatch.setattr(plugin, "all_seams", lambda: seams)
     status = Status("0.5.99", (), ("SGLang 0.5.99 is not supported",))
     holds, lines = _report(monkeypatch, status, UNLISTED, verbose=False)
     assert not holds

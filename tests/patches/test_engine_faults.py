@@ -8,27 +8,23 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
-from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http_exception import CallEndedError
+from sglang_topp_patches.http.process_state import CallEndedError
+from sglang_topp_patches.internals import Sglang0514
 from sglang_topp_patches.memory import Budget
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import extract_prompt_sets
-from sglang_topp_patches.scheduler.extract_generated_sets import GeneratedSets
-from sglang_topp_patches.scheduler.extract_prompt_sets import PassExtraction, PromptSets, forget_rows
-from sglang_topp_patches.scheduler.extraction import extract
-from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.request_budget import admit, is_refused
-from sglang_topp_patches.scheduler.requested_rows import RequestedRows
-from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.scheduler import prompts
+from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights, admit, is_refused
+from sglang_topp_patches.scheduler.sets import extract
+from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -81,16 +77,29 @@ def rows_of(req: Req) -> list[PackedSet | None]:
 
 def generated(logprobs: torch.Tensor, sampled: list[int]) -> GeneratedSets:
     rows = RequestedRows(("a", "b", "c"), (0.9, 0.9, 0.9))
-    sets = GeneratedSets(rows, extract(PROCESS, logprobs, rows.thresholds, torch.tensor(sampled)), "default")
-    return sets.copy_to_host(torch.clone)
+    return ForwardPass(rows).extract(logprobs, torch.tensor(sampled), "default").copy_to_host(torch.clone)
+
+
+def prompt_extraction(
+    thresholds: tuple[float, ...], counts: tuple[int, ...], held: int = 0
+) -> PromptExtraction:
+    """Begin a pass, while the scheduler holds some candidates."""
+    forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
+    metadata = SimpleNamespace(
+        extend_logprob_pruned_lens_cpu=counts,
+        extend_input_logprob_token_ids_gpu=None,
+        input_logprob_indices_cpu=range(sum(counts)),
+    )
+    process: Any = SimpleNamespace(candidates_in_flight=held)
+    return PromptExtraction(process, forward_pass, None, metadata, torch.arange(sum(counts)))
 
 
 def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     logprobs[1, 7] = torch.nan
-    sets = extract(PROCESS, logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
+    sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    assert [len(ids) > 0 for ids, _ in sets.packed_sets()] == [True, False, True]
+    assert [type(each) for each in sets.packed_sets()] == [tuple, str, tuple]
 
 
 def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
@@ -103,8 +112,8 @@ def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
     )
     first, second, third = (problem_of(req) for req in reqs)
     assert first.startswith("no candidate set at position 0: a token became visible without passing through")
-    assert f"position 0: token {unlikely} replaced" in second
-    assert "was sampled for request c" in third
+    assert f"position 0: token {unlikely} became visible, and {sampled[1]} was drawn" in second
+    assert "was drawn for request c" in third
 
 
 def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
@@ -113,14 +122,14 @@ def test_several_tokens_in_one_step_are_refused(logprobs: torch.Tensor) -> None:
     generated(logprobs, sampled).consume(
         SimpleNamespace(reqs=reqs), [commit(0, sampled[0], 5), None, commit(0, sampled[2])]
     )
-    assert "2 tokens became visible" in problem_of(reqs[0])
+    assert "position 1: a token became visible without being drawn" in problem_of(reqs[0])
     assert reqs[1].customized_info is None
     assert buffer_of(reqs[2]).problem is None
 
 
 def test_sampling_without_logprobs_is_told() -> None:
     req = Req("a")
-    GeneratedSets(RequestedRows(("a",), (0.9,)), None, "default").consume(
+    GeneratedSets(RequestedRows(("a",), (0.9,)), "default").consume(
         SimpleNamespace(reqs=[req]), [commit(0, 3)]
     )
     assert "without reporting log-probs" in problem_of(req)
@@ -128,7 +137,7 @@ def test_sampling_without_logprobs_is_told() -> None:
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        ("a",), (0.9,), (3,), (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -140,15 +149,15 @@ def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch
 def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
     logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(2 * VOCAB, 1000))
-    taken = PassExtraction(0, (1.0, 0.9), (3, 2))
+    monkeypatch.setattr(prompts, "budget", lambda: Budget(2 * VOCAB, 1000))
+    taken = prompt_extraction((1.0, 0.9), (3, 2))
     rows = (logprobs[[0, 1]], logprobs[[2, 0]], logprobs[[1]])
     for part in rows:
         wanted = taken.thresholds[sum(len(chunk.offsets) - 1 for chunk in taken.chunks) :][: len(part)]
-        taken.add(extract(PROCESS, part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
-    assert [(row, status) for row, (status, _) in taken.refused.items()] == [(0, 413)]
+        taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
+    assert [(row, status) for row, (_, status) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
-    sets = PromptSets(("a", "b"), (1.0, 0.9), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused)
+    sets = PromptSets(RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), taken.chunks, WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     word = buffer_of(first).problem
@@ -169,16 +178,16 @@ def test_prompts_that_are_too_much_together_are_told_to_come_back(
     logprobs: torch.Tensor, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     """The prompts that are not complete when the room ends, however much is held beside them."""
-    monkeypatch.setattr(extract_prompt_sets, "budget", lambda: Budget(1000, 2 * VOCAB))
-    taken = PassExtraction(held, (1.0,) * 4, (2, 2, 2, 2))
+    monkeypatch.setattr(prompts, "budget", lambda: Budget(1000, 2 * VOCAB))
+    taken = prompt_extraction((1.0,) * 4, (2, 2, 2, 2), held)
     for _ in range(4):  # a chunk ends within the second prompt, and the room in the chunk before
         part = taken.thresholds[sum(chunk.num_rows for chunk in taken.chunks) :][:2].tolist()
-        taken.add(extract(PROCESS, logprobs[:2], part, torch.zeros(2, dtype=torch.int64)))
+        taken.add(extract(logprobs[:2], part, torch.zeros(2, dtype=torch.int64)))
     first = 1 if held else 2
-    assert {row: int(status) for row, (status, _) in taken.refused.items()} == dict.fromkeys(
+    assert {row: int(status) for row, (_, status) in taken.refused.items()} == dict.fromkeys(
         range(first, 4), 429
     )
-    assert all("IN_FLIGHT" in reason for _, reason in taken.refused.values())
+    assert all("IN_FLIGHT" in reason for reason, _ in taken.refused.values())
     assert taken.thresholds.tolist() == [1.0] * 2 * first + [0.0] * 2 * (4 - first)
 
 
@@ -197,16 +206,14 @@ def test_a_prompt_position_without_a_token_has_no_set(
 ) -> None:
     """In one chunk and in several. The last row scores the first generated token."""
     sampled = torch.zeros(5, dtype=torch.int64)
-    whole = extract(PROCESS, logprobs[[0, 1, 2, 0, 1]], [0.9] * 5, sampled)
+    whole = extract(logprobs[[0, 1, 2, 0, 1]], [0.9] * 5, sampled)
     for counts in ((5,), (2, 3)):
         req = Req("a")
         vars(req).update(change)
         start = 0
         for count in counts:
-            part = extract(
-                PROCESS, logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count]
-            )
-            sets = PromptSets(("a",), (0.9,), (count,), (part,), WEIGHTS)
+            part = extract(logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count])
+            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), [part], WEIGHTS)
             sets.consume(SimpleNamespace(reqs=[req]), [None])
             start += count
         has_set = [row is not None for row in rows_of(req)]
@@ -234,7 +241,7 @@ def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tenso
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        ("a",), (0.9,), (3,), (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -279,8 +286,10 @@ def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Te
 def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
     logprobs: torch.Tensor, pushed: Weights, words: str
 ) -> None:
-    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
-    before, after = (PromptSets(("a", "b"), (0.9, 0.0), (3, 0), chunk, each) for each in (WEIGHTS, pushed))
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
+    before, after = (
+        PromptSets(RequestedRows(("a", "b"), (0.9, 0.0)), (3, 0), chunk, each) for each in (WEIGHTS, pushed)
+    )
     req, other = Req("a"), Req("b")
     for sets in (before, before, after, after):
         sets.consume(SimpleNamespace(reqs=[req, other]), [None, None])
@@ -297,19 +306,21 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
 
 def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
     """The chunks before its first scored position left KV of the old weights."""
-    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
-    sets = PromptSets(("a",), (0.9,), (3,), chunk, Weights(4, "8"))
+    sets = PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, Weights(4, "8"))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
     assert buffer_of(req).problem.status == 503
 
 
 def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
-    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     for weights in (Weights(2, "8"), WEIGHTS):
         req.sglang_topp_weights = weights
-        PromptSets(("a",), (0.9,), (3,), chunk, weights).consume(SimpleNamespace(reqs=[req]), [None])
+        PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, weights).consume(
+            SimpleNamespace(reqs=[req]), [None]
+        )
         if weights is not WEIGHTS:
             forget_rows(None, req)
     assert len(rows_of(req)) == 3
@@ -383,7 +394,7 @@ class Answer:
 
 
 def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
-    return extract(PROCESS, logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
 
 
 def part_of(
@@ -393,7 +404,7 @@ def part_of(
     buffer = SetBuffer(first)
     for i, packed in enumerate(generated):
         buffer.append(packed, versions[i] if versions else "default")
-    for row in (*prompt, *([pack_set(np.zeros(0, np.int32), np.zeros(0, np.float32))] if prompt else ())):
+    for row in (*prompt, *([(b"", b"")] if prompt else ())):
         buffer.prompt.append(row)
     buffer.prompt_version = "7"
     return buffer
@@ -513,9 +524,11 @@ def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
 
 def test_a_prompt_position_with_nan_is_told(logprobs: torch.Tensor) -> None:
     logprobs[1, 7] = torch.nan
-    chunk = (extract(PROCESS, logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
-    PromptSets(("a",), (0.9,), (3,), chunk, WEIGHTS).consume(SimpleNamespace(reqs=[req]), [None])
+    PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, WEIGHTS).consume(
+        SimpleNamespace(reqs=[req]), [None]
+    )
     assert problem_of(req).startswith("no candidate set at prompt position 2: ")
     assert "NaN" in problem_of(req)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import sglang_topp_patches
-from sglang_topp_patches.all_hooks import SEAMS, new_states
-from sglang_topp_patches.compat.releases import RELEASES, UNLISTED, Feature
 from sglang_topp_patches.hooks import Hook, Seam, after, around, before, hooks_of, seams_of
+from sglang_topp_patches.plugin import all_seams, new_states
+from sglang_topp_patches.releases import RELEASES, UNLISTED, Feature
 
-HOOKS = [seam for seam in SEAMS if isinstance(seam, Hook)]
+HOOKS = [seam for seam in all_seams() if isinstance(seam, Hook)]
 RUN = "sglang.srt.managers.scheduler.Scheduler.run"
 
 
@@ -95,17 +95,17 @@ def test_the_releases_of_a_hook(
     assert not any(seam.is_in(release) for release in outside)
 
 
-def test_all_hooks_lists_every_module() -> None:
+def test_the_plugin_lists_every_module() -> None:
     package = sglang_topp_patches
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = [importlib.import_module(each.name) for each in found]
-    assert Counter(map(repr, seams_of(modules))) == Counter(map(repr, SEAMS))
+    assert Counter(map(repr, seams_of(modules))) == Counter(map(repr, all_seams()))
 
 
 def test_every_hook_says_its_purpose_and_its_state_exists() -> None:
     states = new_states()
     assert len(HOOKS) > 60
-    for seam in SEAMS:
+    for seam in all_seams():
         assert seam.purpose.endswith("."), seam.target
     assert {hook.state for hook in HOOKS} - {None} <= states.keys()
     assert all(type(state) is cls for cls, state in states.items())

@@ -24,7 +24,7 @@ def test_limits_that_are_none_are_named(name: str, text: str) -> None:
 
 
 def test_a_limit_that_cannot_be_read_turns_the_feature_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_topp_patches.compat.seam_check import check_seams
+    from sglang_topp_patches.capabilities import check_seams
 
     monkeypatch.setenv(PER_SAMPLE, "lots")
     assert any(PER_SAMPLE in problem for problem in check_seams([]).problems)

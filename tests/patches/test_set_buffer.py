@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp_patches.compat.releases import Feature
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer
 from tests.skip_missing_features import needs
 

@@ -15,18 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import take
+from sglang_topp_patches.internals import take
 from sglang_topp_patches.request import SetsRequest
-from sglang_topp_patches.scheduler import speculative_verification
+from sglang_topp_patches.scheduler import verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
 from sglang_topp_patches.set_buffer import KEY, PackedSet
 from tests.speculative import kernels
 from tests.speculative.chain_draft_worker import accepted, reporter
 
 __all__ = [
     "CHAIN",
-    "PROCESS",
     "TREE",
     "Tree",
     "Verified",
@@ -38,9 +36,6 @@ __all__ = [
     "request",
     "verify",
 ]
-
-
-PROCESS = SchedulerProcess()
 
 
 @dataclass(frozen=True)
@@ -199,13 +194,11 @@ def verify(
     with _sglang(utils, spec, sample_tree, sample_chain):
         original = utils.eagle_sample
         original = getattr(original, "__wrapped__", original)
-        predict, lens, index = speculative_verification.sample(original, verify_input, batch, logits_output)
+        predict, lens, index = verification.sample(original, verify_input, batch, logits_output)
         module, name = reporter()
         report = getattr(module, name)
         report = getattr(report, "__wrapped__", report)
-        speculative_verification.compute_logprobs(
-            PROCESS, report, batch, logits_output, predict, **accepted(name, index)
-        )
+        verification.compute_logprobs(report, batch, logits_output, predict, **accepted(name, index))
     paths = [row[:length].tolist() for row, length in zip(index, lens.tolist(), strict=True)]
     output = logits_output.auxiliary_device_output or take(logits_output)
     return Verified(
@@ -252,7 +245,7 @@ def _sglang(
             with contextlib.suppress(ImportError, AttributeError):
                 module = importlib.import_module(path)
                 stack.enter_context(mock.patch.object(module, name, return_value=value))
-        internals = type(speculative_verification.internals())
+        internals = type(verification.internals())
         stack.enter_context(mock.patch.object(internals, "weight_version", return_value="7"))
         stack.enter_context(mock.patch.object(internals, "sanitizes_logits", return_value=False))
         yield

@@ -29,7 +29,7 @@ import aiohttp
 from sglang_topp.errors import SglangToppError, TransportError, WireError
 from sglang_topp_client.transport.http_errors import CONNECT_TIMEOUT_S, response_error, transport_error
 from sglang_topp_client.transport.server_config import ServerConfig
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE
+from sglang_topp_client.wire.records import MEDIA_TYPES
 
 __all__ = ["HttpClient", "frame_head", "frames", "lines"]
 
@@ -44,7 +44,7 @@ _MAX_BYTES_BODY = 1 << 20
 # `probe` therefore waits in so many steps. In each step the loop reads what has arrived.
 _PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
-_FRAMED = (ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE)
+_FRAMED = tuple(MEDIA_TYPES.values())
 _HEAD_BYTES = 8
 
 # With these TCP keepalive options, the kernel needs 60 + 4 * 15 s to detect that a peer is gone.

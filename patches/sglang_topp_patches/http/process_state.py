@@ -1,29 +1,56 @@
-"""HttpProcess: the state that the hooks of one HTTP process share, such as the served model's limits."""
+"""`HttpProcess`: what one HTTP process knows, such as the model's limits, and its `GET /server_info`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.capabilities import Capabilities
-from sglang_topp_patches.disaggregation.serve_prefill_sets import PrefillServer
-from sglang_topp_patches.hooks import after
+from sglang_topp_patches.capabilities import Capabilities, environment_notes, status
+from sglang_topp_patches.disaggregation import PrefillServer
+from sglang_topp_patches.hooks import after, around
 from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
-from sglang_topp_patches.http_exception import CallEndedError
-from sglang_topp_patches.memory import InFlight, busy_refusal
+from sglang_topp_patches.memory import InFlight, budget, busy_refusal
+from sglang_topp_patches.releases import internals
+from sglang_topp_patches.scheduler.requests import SchedulerProcess
+from sglang_topp_patches.scheduler.sets import max_staging_bytes, staging_counts
+from sglang_topp_patches.set_buffer import KEY
 
-__all__ = ["HTTP_SERVER", "HttpProcess", "note_model", "note_server_args"]
+__all__ = [
+    "HTTP_SERVER",
+    "CallEndedError",
+    "HttpProcess",
+    "add_status",
+    "note_model",
+    "note_scheduler_states",
+    "note_server_args",
+    "report_state",
+]
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 """The module that defines SGLang's HTTP server and application.
 
 The hooks look the module up in `sys.modules`, because not every process imports SGLang's HTTP server."""
+
+
+class CallEndedError(ValueError):
+    """An error that ends an HTTP call with the given status.
+
+    SGLang turns a `CallEndedError`, which is a ValueError, into an error response with the status
+    `status_code`. In a stream, SGLang sends an error event with the code `status_code`.
+
+    Attributes:
+        status_code: the HTTP status of the answer.
+    """
+
+    def __init__(self, problem: str, status_code: int = HTTPStatus.TOO_MANY_REQUESTS) -> None:
+        super().__init__(problem)
+        self.status_code = status_code
 
 
 @dataclass
@@ -32,7 +59,6 @@ class HttpProcess:
 
     Attributes:
         in_flight: the counter of all candidates that the HTTP process holds.
-        prefill_server: the hooks of a prefill server, and the sets that no decode server has fetched yet.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
         model: the served model's limits, or None before the tokenizer manager exists.
         checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
@@ -42,14 +68,18 @@ class HttpProcess:
             scheduler without the plugin has None instead of a status.
     """
 
-    in_flight: InFlight
-    prefill_server: PrefillServer
+    in_flight: InFlight = field(default_factory=lambda: InFlight(budget().max_candidates_in_flight))
     server_args: Any = None
     model: ModelLimits | None = None
     checkpoint: Checkpoint | None = None
     is_paused: Callable[[], bool] = lambda: False
     is_guarded: bool = False
     scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
+
+    @cached_property
+    def prefill_server(self) -> PrefillServer:
+        """The hooks of a prefill server, and the sets that no decode server has fetched yet."""
+        return PrefillServer(self.in_flight)
 
     def problems(self) -> tuple[str, ...]:
         """Return every reason why this process refuses requests for sets, or () if there is no reason."""
@@ -126,3 +156,77 @@ def note_model(
     """Store the model's limits and its checkpoint."""
     process.model = ModelLimits.of(self, server_args)
     process.checkpoint = Checkpoint.of(self, server_args)
+
+
+# -- GET /server_info ----------------------------------------------------------------------------------------
+
+
+@around(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.get_internal_state",
+    always=True,
+    state=HttpProcess,
+)
+async def note_scheduler_states(
+    process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
+) -> list[Any]:
+    """Keep the status that each scheduler reports.
+
+    SGLang calls the hooked function to answer `GET /server_info`.
+    """
+    states = await original(self)
+    process.scheduler_states = [state.get(KEY) for state in states]
+    return states
+
+
+@after("sglang.srt.utils.common.build_server_info", since="0.5.22", always=True, state=HttpProcess)
+def add_status(
+    process: HttpProcess, result: dict[str, Any], server_args: Any, scheduler_info: Any
+) -> dict[str, Any]:
+    """Add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
+
+    The field `sglang_topp` contains the memory limits and the limits of the served model. The sidecar checks
+    requests against the memory limits and the model's limits.
+    """
+    report = status().to_dict()
+    problems = [*process.problems()]
+    for rank, state in enumerate(process.scheduler_states):
+        if state is None:
+            problems.append(f"scheduler {rank} runs without the plugin")
+        else:
+            problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
+    result[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "is_paused": process.is_paused(),
+        "notes": list(environment_notes()),
+        "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
+        "staging": _staging(process.scheduler_states),
+        "model": None if process.model is None else process.model.to_record(),
+        # Call `sanitizes_logits` only if the plugin is active, because an unsupported SGLang release may
+        # lack the setting that `sanitizes_logits` reads.
+        "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
+    }
+    return result
+
+
+def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
+    """Return the sums over all schedulers of what they report of their staging areas."""
+    there = [state["staging"] for state in scheduler_states if state and "staging" in state]
+    names = (*staging_counts, "max_bytes")
+    return {name: sum(each[name] for each in there) for name in names}
+
+
+@after("sglang.srt.managers.scheduler.Scheduler.get_internal_state", always=True, state=SchedulerProcess)
+def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
+    """Add the plugin's status, under `sglang_topp`."""
+    report = status().to_dict()
+    problems = list(process.capabilities_of(self).problems)
+    result.internal_state[KEY] = {
+        **report,
+        "active": not problems,
+        "problems": problems,
+        "candidates_in_flight": process.candidates_in_flight,
+        "staging": {**staging_counts, "max_bytes": max_staging_bytes(self)},
+    }
+    return result

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp_patches.hooks import before
-from sglang_topp_patches.http import request_fields, route_policy, server_info
+from sglang_topp_patches.http import process_state, request_fields, route_policy
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.request import FIELDS
 
@@ -63,7 +63,7 @@ class OlderReleaseMiddleware:
         start, *parts = messages
         body = b"".join(part.get("body", b"") for part in parts)
         if start["status"] == 200:
-            content = server_info.add_status(self._process, json.loads(body), _manager().server_args, None)
+            content = process_state.add_status(self._process, json.loads(body), _manager().server_args, None)
             return await JSONResponse(content)(scope, receive, send)
         headers = {name.decode(): value.decode() for name, value in start["headers"]}
         await Response(body, start["status"], headers)(scope, receive, send)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from sglang_topp_patches.disaggregation.first_token import FirstToken
+from sglang_topp_patches.disaggregation import FirstToken
 from sglang_topp_patches.http.route_policy import Call
 from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.set_buffer import NO_SET, SetBuffer

@@ -15,7 +15,7 @@ Three hooks correct the answer of an aborted request with `resumed_tokens`:
   hook, SGLang sends the answer only after the pause.
 
 The answer repeats `resumed_tokens` in `meta_info`. The scheduler checks the sampling parameters again, after
-SGLang has merged the server's defaults (`scheduler.refuse_unchecked_requests`).
+SGLang has merged the server's defaults (`scheduler.requests`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 from sglang_topp.engine_contract import RESUMED, find_resume_problem
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.compat.releases import Feature, refused
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_patches.request import sets_request, without_fields
 
 __all__ = [

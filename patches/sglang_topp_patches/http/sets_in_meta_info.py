@@ -27,15 +27,14 @@ from itertools import islice
 from typing import Any
 
 from sglang_topp import formats
-from sglang_topp_patches.compat.releases import Feature, internals, refused
-from sglang_topp_patches.disaggregation import fetch_prefill_sets
+from sglang_topp_patches import disaggregation
 from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.http import slime_fields
-from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.http.process_state import CallEndedError, HttpProcess
 from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
 from sglang_topp_patches.http.route_policy import current_call
-from sglang_topp_patches.http_exception import CallEndedError
 from sglang_topp_patches.memory import LIST_FORM_COST
+from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, sets_request
 from sglang_topp_patches.set_buffer import KEY, SETS, Positions, Problem
 
@@ -122,7 +121,7 @@ def write_meta_info(
     accumulator = _accumulator(state)
     accumulator.add(*getattr(self, _ARRIVED, {}).pop(meta_info["id"], ((), None)))
     if accumulator.lacks_first and accumulator.question is None and accumulator.first_token_id is not None:
-        asking = fetch_prefill_sets.fetch_first_token(self.server_args, state, accumulator.first_token_id)
+        asking = disaggregation.fetch_first_token(self.server_args, state, accumulator.first_token_id)
         accumulator.question = asyncio.create_task(asking)
     if accumulator.has_failed and not finished:
         accumulator.is_aborted = True
@@ -133,7 +132,7 @@ def write_meta_info(
     # the default, "distribution", a prompt position needs a set if SGLang reports a log-prob for the
     # position. The accumulator counts generated tokens by their ids, because SGLang may report a log-prob
     # without a token if `max_new_tokens` is 0.
-    num_prompt = 0 if wanted.is_from_sampler else fetch_prefill_sets.num_scored_here(self.server_args, state)
+    num_prompt = 0 if wanted.is_from_sampler else disaggregation.num_scored_here(self.server_args, state)
     problem = accumulator.check(num_prompt)
     if finished:
         sets, token_id = accumulator.sets, accumulator.first_token_id

@@ -38,7 +38,7 @@ def nucleus_threshold(sampling_params: Any) -> float:
     Args:
         sampling_params: the prompt's sampling parameters, as the caller sent them. SGLang may later add
             the server's default sampling parameters. The scheduler therefore checks the final sampling
-            parameters again (`scheduler.refuse_unchecked_requests`).
+            parameters again (`scheduler.requests`).
 
     Raises:
         InvalidInputError: `top_p` is invalid, or other sampling parameters make the sampler draw from a set

@@ -1,6 +1,6 @@
 """`sglang-topp doctor`: check the installed SGLang, or a running server.
 
-The checks of the installed SGLang are in `sglang_topp_patches.doctor`.
+The checks of the installed SGLang are in `sglang_topp_patches.plugin`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
         return fail(
             "SGLang is not installed, so there is nothing to check: pip install 'sglang-topp[sglang]'", USAGE
         )
-    from sglang_topp_patches.doctor import report
+    from sglang_topp_patches.plugin import report
 
     is_whole, lines = report(args.verbose)
     print("\n".join(lines))

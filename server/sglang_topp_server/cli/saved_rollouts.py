@@ -10,23 +10,21 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_server.cli.common import Commands, add_command, count
 
 if TYPE_CHECKING:
-    from sglang_topp_client import Rollout
+    from sglang_topp_server.view.run_summary import RunSummary
 
 __all__ = ["add_parsers"]
 
 _MAX_NAMES = 5
 _EVERY_S = 0.2
+_ERASE_LINE = "\r\x1b[K"
 
 
 def add_parsers(commands: Commands) -> None:
@@ -65,160 +63,72 @@ def add_parsers(commands: Commands) -> None:
 
 
 def _rollouts(args: argparse.Namespace) -> int:
-    _print_summary(args.path)
-    return 0
-
-
-def _view(args: argparse.Namespace) -> int:
-    _write_page(args.path, args.output, max_detailed=args.rollouts, tokenizer=args.tokenizer)
-    return 0
-
-
-def _print_summary(path: str) -> None:
-    """Print the summary of the rollouts at `path`.
+    """Print the summary of the rollouts at `args.path`.
 
     If a file is truncated or corrupt, summarize the rollouts that precede the damage, then raise the error.
-
-    Raises:
-        InvalidInputError: a directory has no Parquet files.
-        WireError: a file is truncated or corrupt; the error names the file.
-        OSError: the path cannot be read.
     """
-    from sglang_topp_client import load_rollouts
+    from sglang_topp_client import load_scored_rollouts
+    from sglang_topp_server.view.run_summary import RunSummary
 
-    if os.path.isdir(path) and not _parquet_files(path):
+    path = Path(args.path)
+    files = list(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
         raise InvalidInputError(
-            f"path: got {path!r}, a directory without Parquet files; expected a directory that RolloutWriter"
-            " wrote, or a file of save_rollouts"
+            f"path: got {args.path!r}, a directory without Parquet files; expected a directory that"
+            " RolloutWriter wrote, or a file of save_rollouts"
         )
-    summary = _Summary()
-    fault = None
+    summary, fault = RunSummary(), None
     try:
-        for rollout in load_rollouts(path):
-            summary.add(rollout)
+        for _, scored in load_scored_rollouts(path):
+            summary.add(scored)
     except WireError as error:
         fault = error
     if fault is None or summary.num_rollouts:
-        print("\n".join(summary.lines(_num_bytes(path), is_whole=fault is None)))
+        num_bytes = sum(file.stat().st_size for file in files)
+        for name, what in _facts(summary, num_bytes, is_whole=fault is None):
+            print(f"{name:16}{what}")
     if fault is not None:
         raise fault
+    return 0
 
 
-def _num_bytes(path: str) -> int:
-    if not os.path.isdir(path):
-        return os.path.getsize(path)
-    return sum(entry.stat().st_size for entry in _parquet_files(path))
+def _facts(summary: RunSummary, num_bytes: int, *, is_whole: bool) -> Iterator[tuple[str, str]]:
+    sizes, mass = summary.metrics["sizes"], summary.metrics["mass"]
+    yield "rollouts", f"{summary.num_rollouts:,}: {_named(summary.reasons)}"
+    yield "tokens", f"{summary.num_tokens:,} generated, {summary.num_prompt_tokens:,} of prompts"
+    yield "weights", f"{_named(summary.versions)} (tokens)"
+    yield "candidate sets", f"{summary.num_sets:,}: {_named(summary.sources)} (rollouts)"
+    if summary.num_appended:
+        yield "appended", f"{summary.num_appended:,} tokens, which have no sets"
+    if summary.num_missing:
+        yield "missing sets", f"{summary.num_missing:,}: do not train on these tokens"
+    if summary.num_sets:
+        median, p99 = summary.size_quantile(0.5), summary.size_quantile(0.99)
+        yield "sizes", f"mean {sizes.mean:.1f}, median {median}, p99 {p99}, largest {sizes.largest:,.0f}"
+    if len(mass):
+        yield "kept mass", f"mean {mass.mean:.4f}, least {mass.least:.4f}"
+    per_token = f" ({num_bytes / summary.num_tokens:.1f} per generated token)" if summary.num_tokens else ""
+    yield "bytes", f"{num_bytes:,}{per_token if is_whole else ''}"
 
 
-def _parquet_files(path: str) -> list[os.DirEntry[str]]:
-    with os.scandir(path) as entries:
-        return [entry for entry in entries if entry.name.endswith(".parquet")]
-
-
-class _Summary:
-    """Counters of rollouts, tokens, and candidate sets, for the summary that the command prints."""
-
-    def __init__(self) -> None:
-        self.num_rollouts = 0
-        self._num_prompt = self._num_output = self._num_empty = 0
-        self._reasons: Counter[str] = Counter()
-        self._weights: Counter[str] = Counter()
-        self._sources: Counter[str] = Counter()
-        self._sizes = np.zeros(0, np.int64)
-        self._mass_sum, self._mass_least, self._num_masses = 0.0, np.inf, 0
-
-    def add(self, rollout: Rollout) -> None:
-        num_tokens = len(rollout.output_ids)
-        self.num_rollouts += 1
-        self._num_prompt += len(rollout.prompt_ids)
-        self._num_output += num_tokens
-        self._reasons[rollout.finish_reason] += 1
-        for version, number in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
-            self._weights[version] += number
-        if rollout.candidates is None:
-            self._sources["no sets"] += 1
-        else:
-            self._sources[rollout.top_logprobs_source or "another source"] += 1
-            self._add_sets(rollout.candidates)
-
-    def _add_sets(self, sets: CandidateSets) -> None:
-        is_filled = sets.sizes > 0
-        self._num_empty += len(sets) - int(np.count_nonzero(is_filled))
-        counts = np.bincount(sets.sizes[is_filled], minlength=len(self._sizes))
-        counts[: len(self._sizes)] += self._sizes
-        self._sizes = counts
-        if sets.has_logprobs and is_filled.any():
-            masses = np.exp(sets.logprob_sum[is_filled].astype(np.float64))
-            self._mass_sum += float(masses.sum())
-            self._mass_least = min(self._mass_least, float(masses.min()))
-            self._num_masses += len(masses)
-
-    def lines(self, num_bytes: int, *, is_whole: bool) -> list[str]:
-        num_sets = int(self._sizes.sum())
-        rows = [
-            ("rollouts", f"{self.num_rollouts:,}: {_named(self._reasons)}"),
-            ("tokens", f"{self._num_output:,} generated, {self._num_prompt:,} of prompts"),
-            ("weights", f"{_named(self._weights)} (tokens)"),
-            ("candidate sets", f"{num_sets:,}: {_named(self._sources)} (rollouts)"),
-        ]
-        if self._num_empty:
-            rows.append(("empty sets", f"{self._num_empty:,} (appended tokens)"))
-        if num_sets:
-            total = int(self._sizes @ np.arange(len(self._sizes)))
-            rows.append(
-                (
-                    "sizes",
-                    f"mean {total / num_sets:.1f}, median {self._quantile(0.5)}, p99 {self._quantile(0.99)},"
-                    f" largest {len(self._sizes) - 1:,}",
-                )
-            )
-        if self._num_masses:
-            mean = self._mass_sum / self._num_masses
-            rows.append(("kept mass", f"mean {mean:.4f}, least {self._mass_least:.4f}"))
-        per_token = ""
-        if is_whole and self._num_output:
-            per_token = f" ({num_bytes / self._num_output:.1f} per generated token)"
-        rows.append(("bytes", f"{num_bytes:,}{per_token}"))
-        return [f"{name:16}{what}" for name, what in rows]
-
-    def _quantile(self, q: float) -> int:
-        """Return the `q`-quantile of the set sizes, without interpolation."""
-        seen = np.cumsum(self._sizes)
-        return int(np.searchsorted(seen, q * seen[-1]))
-
-
-def _named(counts: Mapping[str, int]) -> str:
+def _named(counts: Counter[str]) -> str:
     """Format the `_MAX_NAMES` largest counts with their names, then say how many names are left out."""
-    ranked = sorted(counts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name or repr(name)} {number:,}" for name, number in ranked[:_MAX_NAMES])
-    more = len(ranked) - _MAX_NAMES
+    shown = ", ".join(f"{name or repr(name)} {number:,}" for name, number in counts.most_common(_MAX_NAMES))
+    more = len(counts) - _MAX_NAMES
     return (shown or "none") + (f", … {more} more" if more > 0 else "")
 
 
-def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: str | None) -> None:
-    """Write the page, and print its path and size.
-
-    Args:
-        path: a file written by `save_rollouts`, or a directory written by `RolloutWriter`.
-        target: the HTML file, which is replaced if it exists. If `target` is None, the function writes
-            to the working directory, and names the file after `path`, with .html as the suffix.
-        max_detailed: how many rollouts the page shows token by token.
-        tokenizer: a `tokenizer.json`, or a directory that holds one.
-
-    Raises:
-        InvalidInputError: there are no rollouts, or the tokenizer cannot be read.
-        WireError: a file is truncated or corrupt; the error names the file.
-        OSError: a file cannot be read or written.
-    """
+def _view(args: argparse.Namespace) -> int:
+    """Write the page of the rollouts at `args.path`, and print its path and size."""
     from sglang_topp_server.view.build_page import page_of_file
     from sglang_topp_server.view.token_text import TokenTexts
 
-    out = Path(target or f"{Path(os.path.abspath(path)).stem}.html")
+    out = Path(args.output or f"{Path(os.path.abspath(args.path)).stem}.html")
     if out.suffix == ".parquet" or out.is_dir():
         raise InvalidInputError(f"-o: got {out}, expected the name of an HTML file")
-    progress = _ProgressLine()
-    texts = None if tokenizer is None else TokenTexts(tokenizer)
-    chunks = page_of_file(path, max_detailed=max_detailed, tokenizer=texts, step=progress.update)
+    texts = None if args.tokenizer is None else TokenTexts(args.tokenizer)
+    step = _progress_line() if sys.stderr.isatty() else None
+    chunks = page_of_file(args.path, max_detailed=args.rollouts, tokenizer=texts, step=step)
     hidden = out.with_name(f".{out.name}.tmp")
     try:
         with hidden.open("wb") as file:
@@ -227,29 +137,22 @@ def _write_page(path: str, target: str | None, *, max_detailed: int, tokenizer: 
         hidden.replace(out)
     finally:
         hidden.unlink(missing_ok=True)
-        progress.close()
-    print(f"{out}: {num_bytes / 1e6:.1f} MB")
+        if step is not None:
+            print(_ERASE_LINE, end="", file=sys.stderr)
+    print(f"{out}: {num_bytes / 1e6:.2f} MB")
+    return 0
 
 
-class _ProgressLine:
-    """A progress line on stderr, shown only on a terminal."""
+def _progress_line() -> Callable[[int, int], None]:
+    """Return a function that rewrites the progress line on stderr, at most every 0.2 s."""
+    start = next_at = time.monotonic()
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._next, self._has_written = self._start, False
-
-    def update(self, stage: str, num_rollouts: int, num_tokens: int) -> None:
-        """Rewrite the progress line, at most every 0.2 s."""
+    def step(num_rollouts: int, num_tokens: int) -> None:
+        nonlocal next_at
         now = time.monotonic()
-        if self._is_terminal and now >= self._next:
-            self._next, self._has_written = now + _EVERY_S, True
-            tokens = f", {num_tokens:,} tokens" if stage == "reading" else ""
-            sys.stderr.write(f"\r\x1b[K{stage}: {num_rollouts:,} rollouts{tokens}, {now - self._start:.0f} s")
-            sys.stderr.flush()
+        if now >= next_at:
+            next_at = now + _EVERY_S
+            line = f"reading: {num_rollouts:,} rollouts, {num_tokens:,} tokens, {now - start:.0f} s"
+            print(f"{_ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Erase the line."""
-        if self._has_written:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    return step

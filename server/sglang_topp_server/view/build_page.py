@@ -1,45 +1,54 @@
 """Build the page of `sglang-topp view` from rollouts, which are read twice.
 
-The first pass over the rollouts computes the statistics, and ranks the rollouts by their worst tokens. The
-second pass encodes only the rollouts that the page shows token by token, so memory never holds the tokens of
-all rollouts.
+The first pass computes the statistics, and ranks the rollouts by their worst tokens. The second pass encodes
+only the rollouts that the page shows token by token, so memory never holds the tokens of all rollouts.
+
+The page holds its data as JSON or base64, in script elements that browsers do not execute. The data never
+contain the character `<`, and so cannot end a script element early.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
+import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
+from html import escape
 from importlib.metadata import version
+from importlib.resources import files
+from itertools import pairwise
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import Rollout, ScoredRollout, load_scored_rollouts
-from sglang_topp_server.view.fill_html_template import page_chunks
-from sglang_topp_server.view.rollout_table import MAX_ROWS
 from sglang_topp_server.view.run_summary import RunSummary
 from sglang_topp_server.view.token_metrics import token_metrics
 from sglang_topp_server.view.token_text import TokenTexts
-from sglang_topp_server.view.token_view_data import MAX_LISTED, encode_detail, ids_of_detail
-from sglang_topp_server.view.worst_tokens import TokenPlace
 
-__all__ = ["MAX_DETAILED", "page_of_file", "page_of_rollouts"]
+__all__ = [
+    "MAX_DETAILED",
+    "MAX_LISTED",
+    "content_security_policy",
+    "detail_of",
+    "page_of_file",
+    "page_of_rollouts",
+]
 
 MAX_DETAILED = 64
+MAX_LISTED = 48
+_MAX_PROMPT_TOKENS = 1024
 _MAX_DETAIL_BYTES = 28 * 2**20
 """The maximum total size in bytes of the encoded rollouts that one page contains.
 
 In the page, base64 enlarges 28 MiB of encoded rollouts to 37 MiB. The page thus stays below 50 MB.
-"""
-
-_CONTEXT = 12
-_MAX_SIBLINGS = 7
-Step: TypeAlias = Callable[[str, int, int], None]
-"""A progress callback, called with the stage, the number of rollouts, and the number of tokens.
-
-In the stage `"reading"`, the numbers count the rollouts and output tokens read so far. In the stage
-`"detail"`, the number of rollouts counts the encoded rollouts, and the number of tokens stays constant.
 """
 
 _Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
@@ -50,7 +59,7 @@ def page_of_file(
     *,
     max_detailed: int = MAX_DETAILED,
     tokenizer: TokenTexts | None = None,
-    step: Step | None = None,
+    step: Callable[[int, int], None] | None = None,
 ) -> Iterator[bytes]:
     """Yield the HTML of the page for the rollouts in a file or a directory, in chunks.
 
@@ -61,7 +70,7 @@ def page_of_file(
             `RolloutWriter`.
         max_detailed: the number of rollouts that the page shows token by token.
         tokenizer: maps token ids to texts. Without a tokenizer, the page shows token ids.
-        step: a progress callback, called after each rollout; see `Step`.
+        step: called with the number of rollouts and output tokens that the first pass has read so far.
 
     Raises:
         InvalidInputError: there are no rollouts.
@@ -73,12 +82,10 @@ def page_of_file(
         return load_scored_rollouts(path, wanted)
 
     title = os.path.basename(os.path.normpath(path))
-    return _page(read, title, max_detailed=max_detailed, tokenizer=tokenizer, step=step)
+    return _page(read, title, max_detailed, tokenizer, step)
 
 
-def page_of_rollouts(
-    rollouts: Collection[Rollout], title: str, *, max_detailed: int = MAX_DETAILED
-) -> Iterator[bytes]:
+def page_of_rollouts(rollouts: Collection[Rollout], title: str) -> Iterator[bytes]:
     """Yield the HTML of the page for rollouts in memory; see `page_of_file`."""
 
     def read(wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
@@ -86,127 +93,129 @@ def page_of_rollouts(
             if wanted is None or row in wanted:
                 yield row, ScoredRollout(rollout)
 
-    return _page(read, title, max_detailed=max_detailed)
+    return _page(read, title, MAX_DETAILED)
 
 
 def _page(
     read: _Read,
     title: str,
-    *,
     max_detailed: int,
     tokenizer: TokenTexts | None = None,
-    step: Step | None = None,
+    step: Callable[[int, int], None] | None = None,
 ) -> Iterator[bytes]:
-    summary = RunSummary(max_detailed)
+    summary = RunSummary()
     for _, scored in read(None):
         summary.add(scored)
         if step is not None:
-            step("reading", summary.num_rollouts, summary.num_tokens)
+            step(summary.num_rollouts, summary.num_tokens)
     if not summary.num_rollouts:
         raise InvalidInputError(f"{title}: got no rollouts, expected one or more")
-    worst = summary.worst_tokens()
-    order = _detail_order(summary, worst, max_detailed)
-    wanted = {*order, *(place.row for _, place in worst)}
-    details, contexts = _Details(order), dict[TokenPlace, dict[str, Any]]()
-    ids, num_checked, num_agreeing = np.empty(0, np.int32), 0, 0
-    for row, scored in read(wanted):
-        for _, place in worst:
-            if place.row == row:
-                contexts[place] = _context(scored, place.position)
-                ids = np.union1d(ids, np.array(contexts[place]["ids"], np.int32))
-        details.add(row, scored)
+    order = summary.worst_rows(max_detailed)
+    details: dict[int, bytes] = {}
+    texts: dict[str, Any] = {}
+    num_other_texts = 0
+    for row, scored in read(order):
+        detail = detail_of(scored)
+        details[row] = gzip.compress(msgspec.json.encode(detail), compresslevel=6, mtime=0)
         if tokenizer is not None:
-            num_checked += 1
-            num_agreeing += tokenizer.agrees_with(scored.rollout)
-            ids = np.union1d(ids, ids_of_detail(scored.rollout))
-        if step is not None:
-            step("detail", len(details), summary.num_tokens)
-    chosen = details.chosen()
+            num_other_texts += not tokenizer.agrees_with(scored.rollout)
+            ids = {*detail["prompt_ids"], *detail["ids"]}
+            ids.update(token_id for listed in detail["candidates"] for token_id, _ in listed)
+            texts |= tokenizer.texts_of(ids)
+    chosen: dict[int, bytes] = {}
+    num_bytes = 0
+    for row in order:
+        if num_bytes + len(details[row]) <= _MAX_DETAIL_BYTES:
+            chosen[row] = details[row]
+            num_bytes += len(details[row])
     overview = {
         "title": title,
         "version": version("sglang-topp"),
         **summary.to_json(),
-        "table": summary.table.to_json(),
-        "max_rows": MAX_ROWS,
         "max_listed": MAX_LISTED,
-        "detailed": [row for row, _ in chosen],
-        "wanted": max_detailed,
-        "detail_order": order,
-        "worst": [
-            {"kind": kind, "row": place.row, "position": place.position, **contexts[place]}
-            for kind, place in worst
-        ],
-        "texts": None if tokenizer is None else tokenizer.texts_of(ids.tolist()),
-        "tokenizer": {"checked": num_checked, "agree": num_agreeing},
+        "detailed": list(chosen),
+        "wanted": len(order),
+        "texts": None if tokenizer is None else texts,
+        "num_other_texts": num_other_texts,
     }
-    return page_chunks(title, overview, chosen)
+    return _fill_template(title, overview, chosen)
 
 
-def _detail_order(summary: RunSummary, worst: list[tuple[str, TokenPlace]], count: int) -> list[int]:
-    """Return the row numbers of up to `count` rollouts to show token by token.
+def detail_of(scored: ScoredRollout) -> dict[str, Any]:
+    """Return what the page shows of one rollout's tokens, as JSON values; an unknown number is NaN.
 
-    The list starts with the rollouts that contain the tokens in `worst`. Next come other samples of the same
-    prompts, which take at most half of the remaining places, rounded up. Then come the rollouts in
-    `summary.ranked_rows()`. If places remain, the first rollouts of the file fill these places.
+    `candidates` lists the first `MAX_LISTED` candidates of each position, and the sampled token, as
+    `[token id, log-prob]`.
     """
-    order = list(dict.fromkeys(place.row for _, place in worst))[:count]
-    siblings = [
-        sample for row in order for sample in summary.table.samples_of_prompt(row)[: _MAX_SIBLINGS + 1]
-    ]
-    others = [row for row in dict.fromkeys(siblings) if row not in order]
-    order += others[: (count - len(order) + 1) // 2]
-    order += [row for row in summary.ranked_rows() if row not in order]
-    return list(dict.fromkeys([*order, *range(min(count, summary.num_rollouts))]))[:count]
-
-
-class _Details:
-    """The encoded tokens of the rollouts that the page may show token by token.
-
-    The page has a size limit, so `chosen` returns only as many rollouts as fit in the page.
-
-    Args:
-        order: the row numbers of the rollouts that the page may show, most important first.
-    """
-
-    def __init__(self, order: list[int]) -> None:
-        self._order = order
-        self._encoded: dict[int, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._encoded)
-
-    def add(self, row: int, scored: ScoredRollout) -> None:
-        """Encode and keep the rollout's tokens if `order` contains `row`."""
-        if row in self._order:
-            self._encoded[row] = encode_detail(scored)
-
-    def chosen(self) -> list[tuple[int, bytes]]:
-        """Return the row number and the encoded tokens of each rollout that fits in the page.
-
-        The most important rollout comes first, as in `order`.
-        """
-        chosen, num_bytes = [], 0
-        for row in self._order:
-            if num_bytes + len(self._encoded[row]) <= _MAX_DETAIL_BYTES:
-                chosen.append((row, self._encoded[row]))
-                num_bytes += len(self._encoded[row])
-        return chosen
-
-
-def _context(scored: ScoredRollout, position: int) -> dict[str, Any]:
-    """Return the metrics of the token at `position`, and the ids of this token and its neighbors."""
     rollout, metrics = scored.rollout, token_metrics(scored)
-    start = max(0, position - _CONTEXT)
-    numbers = {
-        "size": metrics.sizes[position],
-        "mass": metrics.mass[position],
-        "entropy": metrics.entropy[position],
-        "ratio": metrics.log_ratio[position],
-        "replayed": metrics.log_replayed_ratio[position],
-        "logprob": rollout.logprobs[position],
-    }
+    candidates: list[list[Any]] = [[] for _ in rollout.output_ids]
+    if (sets := rollout.candidates) is not None:
+        ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)
+        is_listed = (ranks < MAX_LISTED) | (sets.token_ids == np.repeat(sets.sampled_ids, sets.sizes))
+        logprobs = _rounded(sets.logprobs[is_listed]) if sets.has_logprobs else [None] * int(is_listed.sum())
+        pairs = list(zip(sets.token_ids[is_listed].tolist(), logprobs, strict=True))
+        ends = np.concatenate([[0], np.cumsum(is_listed)])[sets.offsets]
+        candidates = [pairs[start:end] for start, end in pairwise(ends.tolist())]
+    ratios = {"ratio": metrics.ratio, "replayed": metrics.replayed}
     return {
-        "start": start,
-        "ids": rollout.output_ids[start : position + _CONTEXT + 1].tolist(),
-        **{name: round(float(value), 6) if np.isfinite(value) else None for name, value in numbers.items()},
+        "text": rollout.text,
+        "request_id": rollout.request_id,
+        "num_prompt_tokens": len(rollout.prompt_ids),
+        "source": rollout.top_logprobs_source,
+        "p": rollout.top_logprobs_p,
+        "latency_s": rollout.latency_s,
+        "appended": rollout.appended_spans,
+        "weights": rollout.weight_spans or (),
+        "prompt_ids": rollout.prompt_ids[-_MAX_PROMPT_TOKENS:].tolist(),
+        "ids": rollout.output_ids.tolist(),
+        "logprobs": _rounded(rollout.logprobs),
+        "candidates": candidates,
+        "sizes": metrics.sizes.tolist(),
+        "mass": _rounded(metrics.mass),
+        "entropy": _rounded(metrics.entropy),
+        **{name: _rounded(values) for name, values in ratios.items() if not np.isnan(values).all()},
     }
+
+
+def _rounded(values: NDArray[Any]) -> list[Any]:
+    # The page shows six decimals at most. JSON has no infinity.
+    return list(np.round(np.clip(values.astype(np.float64), -1e9, 1e9), 6).tolist())
+
+
+# -- the template --------------------------------------------------------------------------------------
+
+
+def _asset(name: str) -> str:
+    return files("sglang_topp_server.view").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    return _asset("overview.js") + _asset("rollout.js")
+
+
+def _source_hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def content_security_policy() -> str:
+    """Return the content security policy, which allows only the page's own script and style."""
+    return (
+        f"default-src 'none'; script-src {_source_hash(_script())};"
+        f" style-src {_source_hash(_asset('page.css'))}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _fill_template(title: str, overview: dict[str, Any], details: dict[int, bytes]) -> Iterator[bytes]:
+    """Yield the HTML of the page: the statistics as JSON, and each rollout's tokens as gzip in base64."""
+    head, body, tail = re.split(r"<!-- (?:STYLE|DATA) -->\n", _asset("page.html"))
+    head = head.replace("{{policy}}", escape(content_security_policy())).replace("{{title}}", escape(title))
+    yield f"{head}<style>{_asset('page.css')}</style>\n{body}".encode()
+    text = json.dumps(overview, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    yield f'<script type="application/json" id="overview">{text}</script>\n'.encode()
+    for row, packed in details.items():
+        yield f'<script type="text/plain" id="detail-{row}">'.encode()
+        yield base64.b64encode(packed)
+        yield b"</script>\n"
+    yield f'<script type="module">{_script()}</script>\n{tail}'.encode()

@@ -1,181 +1,222 @@
-"""RunSummary: the statistics that `sglang-topp view` shows for a run.
-
-The statistics are histograms, percentile bands, a table of rollouts, and the numbers for the page's verdict.
-If a generated token lacks its candidate set, the verdict warns against training on the token. Otherwise, the
-verdict says how much top-p changes the importance ratios, and therefore whether the trainer must score the
-policy over the candidate sets (replay).
-"""
+"""RunSummary: the statistics of a run, for `sglang-topp rollouts` and for the page of `sglang-topp view`."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp_client import ScoredRollout
-from sglang_topp_client.rollout import ABORT
-from sglang_topp_server.view.percentile_bands import ENTROPY_GRID, MASS_GRID, SIZE_GRID, PositionBands
-from sglang_topp_server.view.ratio_summary import OFF, RatioSummary
-from sglang_topp_server.view.rollout_table import RolloutTable
-from sglang_topp_server.view.token_metrics import TokenMetrics, token_metrics
-from sglang_topp_server.view.worst_tokens import TokenPlace, TopTokens
+from sglang_topp_client import Rollout, ScoredRollout
+from sglang_topp_server.view.token_metrics import LEVELS, TokenMetrics, level_names, token_metrics
 
-__all__ = ["NUM_WORST", "RunSummary"]
+__all__ = ["MAX_ROWS", "Distribution", "RunSummary"]
 
-NUM_WORST = 50
-_MASS_EDGES = np.arange(51) / 50
+MAX_ROWS = 20_000
+"""The maximum number of rows in the page's table. The page says how many rollouts are not in the table."""
+
+_OFF = 0.1
+_PREVIEW_CHARS = 120
+_MAX_VERSIONS = 8
+
+
+class Distribution:
+    """The distribution of a metric over many tokens: counts per level, and mean, least, and largest value.
+
+    Args:
+        bounds: the bounds between the levels; see `LEVELS`.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum, self.least, self.largest = 0.0, np.inf, -np.inf
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of all values, or None without a value."""
+        return self._sum / len(self) if len(self) else None
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Add the values, except those that are NaN."""
+        values = values[~np.isnan(values)]
+        if len(values):
+            levels = np.searchsorted(self._bounds, values, side="left")
+            self.counts += np.bincount(levels, minlength=len(self.counts))
+            self._sum += float(values.sum())
+            self.least = min(self.least, float(values.min()))
+            self.largest = max(self.largest, float(values.max()))
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the distribution as JSON values, or None without a value."""
+        if not len(self):
+            return None
+        return {
+            "counts": self.counts.tolist(),
+            "mean": self.mean,
+            "least": self.least,
+            "largest": self.largest,
+        }
 
 
 class RunSummary:
-    """The statistics that the page of `sglang-topp view` shows, over all rollouts.
-
-    `add` takes one rollout at a time, and keeps only the statistics of the rollout.
-
-    Args:
-        max_detailed: the number of rollouts that the page shows token by token.
+    """The statistics of all rollouts of a run.
 
     Attributes:
-        table: one row per rollout.
-        num_rollouts, num_tokens: how many rollouts and output tokens have been added.
+        num_rollouts, num_prompt_tokens, num_tokens: how many rollouts, prompt tokens, and output tokens were
+            added.
+        num_appended: how many output tokens came from a tool or an environment.
+        num_missing: how many generated tokens have no set.
+        reasons: the number of rollouts by finish reason.
+        versions: the number of tokens by weight version.
+        sources: the number of rollouts by the source of their sets.
+        metrics: the distribution of each metric in `LEVELS`.
     """
 
-    def __init__(self, max_detailed: int) -> None:
-        self.table = RolloutTable()
-        self.num_rollouts = self.num_tokens = 0
-        self._num_appended = self._num_missing = self._num_aborted = self._num_without_logprobs = 0
-        self._mass_sum, self._num_masses, self._num_off = 0.0, 0, 0
-        self._mass_counts = np.zeros(len(_MASS_EDGES) - 1, np.int64)
+    def __init__(self) -> None:
+        self.num_rollouts = self.num_prompt_tokens = self.num_tokens = 0
+        self.num_appended = self.num_missing = self._num_off = 0
+        self.reasons: Counter[str] = Counter()
+        self.versions: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
+        self.metrics = {name: Distribution(bounds) for name, bounds in LEVELS.items()}
         self._size_counts = np.zeros(1, np.int64)
-        self._bands = {
-            "size": PositionBands(SIZE_GRID),
-            "mass": PositionBands(MASS_GRID),
-            "entropy": PositionBands(ENTROPY_GRID),
-        }
-        self._ratios = {"without": RatioSummary(), "with": RatioSummary()}
-        self._reasons: Counter[str] = Counter()
-        self._versions: Counter[str] = Counter()
-        self._sources: Counter[str] = Counter()
-        self._worst = {name: TopTokens(NUM_WORST) for name in ("size", "mass", "ratio")}
-        self._extremes = {name: TopTokens(max_detailed, per_rollout=1) for name in self._worst}
+        self._prompts: dict[tuple[int, bytes], int] = {}
+        self._rows: list[dict[str, Any]] = []
+        # How bad each rollout's worst token is, by metric. The worst rollouts are shown token by token.
+        self._badness = {name: array("d") for name in ("largest", "least", "worst_ratio")}
+
+    @property
+    def num_sets(self) -> int:
+        """The number of candidate sets."""
+        return int(self._size_counts.sum())
 
     def add(self, scored: ScoredRollout) -> None:
-        """Add the next rollout to the statistics."""
-        rollout, metrics, row = scored.rollout, token_metrics(scored), self.num_rollouts
+        """Add the next rollout."""
+        rollout, metrics = scored.rollout, token_metrics(scored)
         num_tokens = len(rollout.output_ids)
         self.num_rollouts += 1
+        self.num_prompt_tokens += len(rollout.prompt_ids)
         self.num_tokens += num_tokens
-        self._num_appended += int(np.count_nonzero(metrics.is_appended))
-        self._num_missing += int(np.count_nonzero(metrics.is_missing))
-        self._num_aborted += rollout.finish_reason == ABORT
-        self._reasons[rollout.finish_reason] += 1
+        self.num_appended += int(np.count_nonzero(metrics.is_appended))
+        self.num_missing += int(np.count_nonzero(metrics.is_missing))
+        self.reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
             # Tokens that `Rollout.extend` appended have the weight version "", because the caller, not the
-            # engine, supplied these tokens. If a rollout has such tokens, do not count its version "".
+            # engine, supplied them.
             if version or not rollout.appended_spans:
-                self._versions[version] += count
+                self.versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
-        self._sources[source or "no sets"] += 1
-        self._add_tokens(metrics)
-        for tops in (self._worst, self._extremes):
-            tops["size"].add(row, np.where(metrics.sizes > 0, metrics.sizes, np.nan))
-            tops["mass"].add(row, -metrics.mass)
-            tops["ratio"].add(row, np.abs(metrics.log_ratio))
-        self.table.add(scored, metrics)
+        self.sources[source or "no sets"] += 1
+        self._num_off += int(np.count_nonzero(_is_off(metrics)))
+        sizes = metrics.sizes[metrics.sizes > 0]
+        counts = np.bincount(sizes, minlength=len(self._size_counts))
+        counts[: len(self._size_counts)] += self._size_counts
+        self._size_counts = counts
+        self.metrics["sizes"].add(sizes)
+        for name in ("mass", "entropy", "ratio", "replayed"):
+            self.metrics[name].add(getattr(metrics, name))
+        self._add_row(scored, metrics)
 
-    def _add_tokens(self, metrics: TokenMetrics) -> None:
-        positions = np.flatnonzero(metrics.sizes)
-        sizes = metrics.sizes[positions]
-        self._size_counts = _added(self._size_counts, np.bincount(sizes))
-        self._bands["size"].add(positions, sizes)
-        known = np.flatnonzero(~np.isnan(metrics.mass))
-        self._num_without_logprobs += len(positions) - len(known)
-        mass = metrics.mass[known]
-        self._mass_sum += float(mass.sum())
-        self._num_masses += len(mass)
-        self._num_off += int(np.count_nonzero(np.abs(np.expm1(metrics.log_ratio_or_mass[known])) > OFF))
-        bins = np.searchsorted(_MASS_EDGES[1:-1], mass, side="right")
-        self._mass_counts += np.bincount(bins, minlength=len(self._mass_counts))
-        self._bands["mass"].add(known, mass)
-        self._bands["entropy"].add(known, metrics.entropy[known])
-        self._ratios["without"].add(metrics.log_ratio)
-        self._ratios["with"].add(metrics.log_replayed_ratio)
+    def _add_row(self, scored: ScoredRollout, metrics: TokenMetrics) -> None:
+        rollout = scored.rollout
+        worst = {
+            "largest": (np.where(metrics.sizes > 0, metrics.sizes, np.nan), metrics.sizes),
+            "least": (-metrics.mass, metrics.mass),
+            "worst_ratio": (np.abs(np.log(np.maximum(metrics.ratio, 1e-300))), metrics.ratio),
+        }
+        row: dict[str, Any] = {}
+        for name, (badness, values) in worst.items():
+            at = None if np.isnan(badness).all() else int(np.nanargmax(badness))
+            self._badness[name].append(-np.inf if at is None else badness[at])
+            row[name] = None if at is None else _rounded(values[at])
+            row[f"{name}_at"] = at
+        if len(self._rows) == MAX_ROWS:
+            return
+        # A directory may hold several training steps, and each numbers its prompts from 0.
+        key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
+        is_known = ~np.isnan(metrics.mass)
+        row |= {
+            "prompt": self._prompts.setdefault(key, len(self._prompts)),
+            "sample": rollout.sample_index,
+            "tokens": len(rollout.output_ids),
+            "finish": rollout.finish_reason,
+            "versions": _versions(rollout),
+            "mass": _rounded(metrics.mass[is_known].mean()) if is_known.any() else None,
+            "off": _rounded(_is_off(metrics)[is_known].mean()) if is_known.any() else None,
+            "missing": int(np.count_nonzero(metrics.is_missing)),
+            "reward": _rounded(scored.scores.reward),
+            "text": rollout.text[:_PREVIEW_CHARS],
+        }
+        self._rows.append(row)
 
-    def worst_tokens(self) -> list[tuple[str, TokenPlace]]:
-        """Return at most `NUM_WORST` of the worst tokens, each with the name of the metric that selected it.
+    def size_quantile(self, q: float) -> int:
+        """Return the `q`-quantile of the set sizes, without interpolation."""
+        seen = np.cumsum(self._size_counts)
+        return int(np.searchsorted(seen, q * seen[-1]))
 
-        The worst token of each metric comes first, then the second worst token of each metric, and so on.
+    def worst_rows(self, count: int) -> list[int]:
+        """Return the row numbers of up to `count` rollouts, those with the worst tokens first.
+
+        In turn, the result has the rollouts with the largest set, the least kept mass, and the ratio furthest
+        from 1. If places remain, the first rollouts fill them.
         """
-        queues = {name: top.places() for name, top in self._worst.items() if top.places()}
-        seen: set[TokenPlace] = set()
-        chosen: list[tuple[str, TokenPlace]] = []
-        while any(queues.values()) and len(chosen) < NUM_WORST:
-            for name, queue in queues.items():
-                while queue and queue[0] in seen:
-                    queue.pop(0)
-                if queue and len(chosen) < NUM_WORST:
-                    seen.add(queue[0])
-                    chosen.append((name, queue.pop(0)))
-        return chosen
-
-    def ranked_rows(self) -> list[int]:
-        """Return the row numbers of the rollouts with the worst tokens, worst first.
-
-        For each metric, this method ranks each rollout by its worst token. The list holds the first rollout
-        of each ranking, then the second rollout of each ranking, and so on. No rollout occurs twice.
-        """
-        ranked = [[place.row for place in top.places()] for top in self._extremes.values()]
-        longest = max(map(len, ranked), default=0)
-        in_turn = (queue[i] for i in range(longest) for queue in ranked if i < len(queue))
-        return list(dict.fromkeys(in_turn))
+        ranks = []
+        for badness in self._badness.values():
+            values = np.array(badness)
+            order = np.argsort(-values, kind="stable")[:count]
+            ranks.append([row for row in order.tolist() if values[row] > -np.inf])
+        in_turn = [row for rows in zip_longest(*ranks) for row in rows if row is not None]
+        return list(dict.fromkeys([*in_turn, *range(min(count, self.num_rollouts))]))[:count]
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all rollouts as JSON values."""
-        num_sets = int(self._size_counts.sum())
+        num_known = len(self.metrics["mass"])
         return {
             "verdict": {
                 "rollouts": self.num_rollouts,
                 "tokens": self.num_tokens,
-                "appended": self._num_appended,
-                "missing": self._num_missing,
-                "aborts": self._num_aborted,
-                "sets": num_sets,
-                "without_logprobs": self._num_without_logprobs,
-                "mean_mass": self._mass_sum / self._num_masses if self._num_masses else None,
-                "off": self._num_off / self._num_masses if self._num_masses else None,
-                "off_from_ratios": self._ratios["without"].num_tokens == self._num_masses > 0,
-                "ratios_known": self._ratios["without"].num_tokens,
-                "reasons": self._reasons.most_common(),
-                "versions": self._versions.most_common(),
-                "sources": self._sources.most_common(),
+                "appended": self.num_appended,
+                "missing": self.num_missing,
+                "sets": self.num_sets,
+                "without_logprobs": self.num_sets - num_known,
+                "mean_mass": self.metrics["mass"].mean,
+                "off": self._num_off / num_known if num_known else None,
+                "ratios_known": len(self.metrics["ratio"]),
+                "median_size": self.size_quantile(0.5),
+                "p99_size": self.size_quantile(0.99),
+                "reasons": self.reasons.most_common(),
+                "versions": self.versions.most_common(),
+                "sources": self.sources.most_common(),
             },
-            "mass": {"edges": _MASS_EDGES.tolist(), "counts": self._mass_counts.tolist()},
-            "size": self._size_histogram(),
-            "bands": {name: bands.to_json() for name, bands in self._bands.items()},
-            "ratios": {name: ratios.to_json() for name, ratios in self._ratios.items()},
-        }
-
-    def _size_histogram(self) -> dict[str, Any]:
-        """Return the histogram of set sizes. Bar k counts sizes in `(2^(k-1), 2^k]`. Bar 0 counts size 1."""
-        counts, largest = self._size_counts, len(self._size_counts) - 1
-        num_bars = max(1, int(largest - 1).bit_length() + 1)
-        bars = np.ceil(np.log2(np.maximum(np.arange(len(counts)), 1))).astype(np.int64)
-        seen = np.cumsum(counts)
-        num_sets = int(seen[-1])
-        return {
-            "tops": [1 << k for k in range(num_bars)],
-            "counts": np.bincount(bars, weights=counts, minlength=num_bars).astype(int).tolist(),
-            "mean": float(counts @ np.arange(len(counts))) / num_sets if num_sets else None,
-            "median": int(np.searchsorted(seen, 0.5 * num_sets)) if num_sets else None,
-            "p99": int(np.searchsorted(seen, 0.99 * num_sets)) if num_sets else None,
-            "largest": largest,
+            "metrics": {
+                name: {"bounds": bounds, "levels": level_names(name), "of_all": self.metrics[name].to_json()}
+                for name, bounds in LEVELS.items()
+            },
+            "table": {name: [row[name] for row in self._rows] for name in (self._rows or [{}])[0]},
         }
 
 
-def _added(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the elementwise sum of two arrays of counts, with zeros appended to the shorter array."""
-    longer, shorter = (some, others) if len(some) >= len(others) else (others, some)
-    out = longer.astype(np.int64)
-    out[: len(shorter)] += shorter
-    return out
+def _is_off(metrics: TokenMetrics) -> NDArray[np.bool_]:
+    """Return bool [T]: whether a token's ratio differs from 1 by more than 10 %. False if it is unknown."""
+    is_off: NDArray[np.bool_] = np.abs(metrics.ratio_or_mass - 1) > _OFF
+    return is_off
+
+
+def _versions(rollout: Rollout) -> str:
+    versions = [version for version, _ in rollout.weight_spans or () if version]
+    if rollout.weight_spans is None and rollout.weight_version is not None:
+        versions = [rollout.weight_version]
+    versions = list(dict.fromkeys(versions))
+    return ", ".join(versions[:_MAX_VERSIONS] + ["…"] * (len(versions) > _MAX_VERSIONS))
+
+
+def _rounded(value: Any) -> float | None:
+    return None if value is None or not np.isfinite(value) else round(float(value), 6)

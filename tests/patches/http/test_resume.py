@@ -21,9 +21,9 @@ from sglang_topp.engine_contract import (
     find_resume_problem,
 )
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.compat.releases import Feature
 from sglang_topp_patches.http import resume
 from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.patches.make_http_process import http_process

@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches import releases
 from sglang_topp_patches.capabilities import Capabilities
-from sglang_topp_patches.compat import releases
 from sglang_topp_patches.http import route_policy
 from sglang_topp_patches.http.process_state import HTTP_SERVER, HttpProcess
 from sglang_topp_patches.http.request_fields import check_body

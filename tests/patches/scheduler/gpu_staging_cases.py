@@ -18,25 +18,14 @@ import torch
 from torch import Tensor
 
 from sglang_topp import nucleus
-from sglang_topp_patches.compat.releases import internals
 from sglang_topp_patches.memory import Budget
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import (
-    customized_info,
-    extract_generated_sets,
-    extract_prompt_sets,
-    gpu_staging,
-    sampler_candidates,
-    speculative_verification,
-)
-from sglang_topp_patches.scheduler import extraction as cpu
-from sglang_topp_patches.scheduler.extracted_sets import ExtractedSets
-from sglang_topp_patches.scheduler.extraction import extract, extract_support
+from sglang_topp_patches.scheduler import prompts, requests, sets, step, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.pipeline_parallel import PassSets
-from sglang_topp_patches.scheduler.prefix_cache_per_weights import Weights
-from sglang_topp_patches.scheduler.process_state import SchedulerProcess
-from sglang_topp_patches.scheduler.requested_rows import ForwardPass, RequestedRows, TopLogprobsNums
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights
+from sglang_topp_patches.scheduler.sets import ExtractedSets, extract, extract_support, staging_counts
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.set_buffer import KEY
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
@@ -62,11 +51,16 @@ def no_word_of_the_model() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def nothing_counted() -> None:
+    staging_counts.update(dict.fromkeys(staging_counts, 0))
+
+
 @pytest.fixture
 def room(staged_per_row: int) -> Iterator[None]:
     with (
-        mock.patch.object(gpu_staging, "budget", return_value=Budget(1 << 20, 1 << 20, staged_per_row)),
-        mock.patch.object(gpu_staging, "_LEAST_ROWS", 1),
+        mock.patch.object(sets, "budget", return_value=Budget(1 << 20, 1 << 20, staged_per_row)),
+        mock.patch.object(sets, "_LEAST_ROWS", 1),
     ):
         yield
 
@@ -87,15 +81,16 @@ def test_sets_are_those_of_the_cpu() -> None:
         there = logprobs.to("cuda")
         drawn = sampled.to("cuda")
         with forbid_waits():
-            sets = extract(PROCESS, there, thresholds, drawn).map(on_host)
+            found = extract(there, thresholds, drawn.clone()).map(on_host)
         # Do what SGLang does before it consumes the pass.
         there.clamp_(min=torch.finfo(torch.float32).min)
         drawn.zero_()
-        got = sets.on_host()
+        got = found.on_host()
     assert list(got.problems) == [2]
     assert "holds NaN" in got.problems[2]
     packed = got.packed_sets()
-    assert packed[1] == packed[2] == (b"", b"")
+    assert packed[1] == (b"", b"")
+    assert packed[2] == got.problems[2]
     for row in (0, 3, 4):
         assert packed[row : row + 1] == by_the_cpu(logprobs[row], thresholds[row], int(sampled[row]))
 
@@ -108,10 +103,10 @@ def test_a_sampled_token_of_probability_0_has_the_log_prob_of_0(dtype: torch.dty
     logprobs[0, 9] = logprobs[1, 3] = -torch.inf
     with gpu():
         there = logprobs.to("cuda")
-        sets = extract(PROCESS, there, [0.9, 0.9], sampled.to("cuda")).map(on_host)
+        found = extract(there, [0.9, 0.9], sampled.to("cuda")).map(on_host)
         # SGLang does this before it consumes the pass. Every row asks, so the pass kept this tensor.
         there.clamp_(min=torch.finfo(dtype).min)
-        packed = sets.on_host().packed_sets()
+        packed = found.on_host().packed_sets()
     for row in (0, 1):
         assert packed[row : row + 1] == by_the_cpu(logprobs[row], 0.9, int(sampled[row]))
 
@@ -121,7 +116,7 @@ def test_a_sampled_token_of_probability_0_has_the_log_prob_of_0(dtype: torch.dty
 def test_settled_sets_are_whole_and_on_the_device() -> None:
     logprobs, sampled = logprobs_of(3), torch.tensor([5, 6, 7])
     with gpu():
-        settled = extract(PROCESS, logprobs.to("cuda"), [0.9, 0.5, 1.0], sampled.to("cuda")).settled()
+        settled = extract(logprobs.to("cuda"), [0.9, 0.5, 1.0], sampled.to("cuda")).settled()
         assert isinstance(settled, ExtractedSets)
         assert settled.token_ids.device.type == "cuda"
         packed = settled.map(lambda tensor: tensor.cpu()).packed_sets()
@@ -133,22 +128,20 @@ def test_settled_sets_are_whole_and_on_the_device() -> None:
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("rule", ["threshold", "sampler"])
 def test_only_the_rows_that_ask_are_kept(rule: str) -> None:
-    process = SchedulerProcess()
     logprobs, sampled = logprobs_of(5), torch.tensor([1, 2, 3, 4, 5])
     with gpu():
         there, drawn = logprobs.to("cuda"), sampled.to("cuda")
         is_drawn = torch.ones((2, VOCAB), dtype=torch.bool, device="cuda")
-        rows = torch.tensor([1, 3]).to("cuda")
         with forbid_waits():
             if rule == "threshold":
-                sets = extract(process, there, [0.0, 1.0, 0.0, 1.0, 0.0], drawn)
+                found = extract(there, [0.0, 1.0, 0.0, 1.0, 0.0], drawn)
             else:
-                sets = extract_support(process, there, rows, is_drawn, None, drawn)
+                found = extract_support(there, [1, 3], is_drawn, None, drawn, is_drawn[:, 0])
         whole = weakref.ref(there)
         del there
         assert whole() is None
-        copied = sets.map(on_host)
-        del sets
+        copied = found.map(on_host)
+        del found
         got = copied.on_host()
     packed = got.packed_sets()
     if rule == "threshold":
@@ -178,44 +171,37 @@ def committed(token: int) -> Committed:
 @pytest.mark.usefixtures("room")
 def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows by threshold, rows from the sampler, and rows without sets, from the hook to the request."""
-    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
-    monkeypatch.setattr(extract_generated_sets, "is_refused", lambda req: False)
+    monkeypatch.setattr(requests, "refuse_too_many", lambda req: None)
+    monkeypatch.setattr(step, "is_refused", lambda req: False)
+    monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     logprobs, sampled = logprobs_of(4), torch.tensor([3, 1, 4, 1])
     weights = torch.where(logprobs > -6.0, logprobs.exp(), 0)
     rows = RequestedRows(tuple("abcd"), (0.9, 0.0, 0.0, 0.0), drawn=(1, 2), greedy=frozenset({2}))
-    process = SchedulerProcess()
     with gpu():
         there, drawn, weights_there = logprobs.to("cuda"), sampled.to("cuda"), weights.to("cuda")
-        drawing = sampler_candidates.Drawing(rows.drawn, rows.greedy)
         captured = SimpleNamespace(weights=weights_there[1:3], token_ids=None)
         info = SimpleNamespace(sampling_mask_batch_indices=None)
-        capture = sampler_candidates.Capture(ForwardPass(process, rows), drawing)
+        forward_pass = ForwardPass(rows)
         with forbid_waits():
-            with sampler_candidates.capturing(capture):
-                sampler_candidates.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
-                # SGLang reads only its own tensors there.
-                extract_generated_sets.compute_logprobs(
-                    lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
-                    None,
-                    there,
-                    [0] * 4,
-                    [None] * 4,
-                    drawn,
-                )
-            output = PassSets((extract_generated_sets.GeneratedSets(rows, capture.sets, "w", capture.drawn),))
-            output = output.copy_to_host(on_host)
+            with monkeypatch.context() as patch:
+                patch.setattr(step, "_sampled_pass", SimpleNamespace(get=lambda: forward_pass))
+                step.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
+                step.compute_logprobs(None, there, [0] * 4, [None] * 4, drawn)
+            there.clamp_(min=torch.finfo(torch.float32).min)  # as SGLang does
+            assert forward_pass.generated is not None
+            output = forward_pass.generated.copy_to_host(on_host)
         # The next step of a CUDA graph overwrites the weights.
         weights_there.zero_()
-        requests = [request(rid) for rid in "abcd"]
-        output.consume(SimpleNamespace(reqs=requests), [committed(token) for token in sampled.tolist()])
-    assert requests[3].customized_info is None
-    found = [req.customized_info[KEY].generated.sets()[0] for req in requests[:3]]
+        reqs = [request(rid) for rid in "abcd"]
+        output.consume(SimpleNamespace(reqs=reqs), [committed(token) for token in sampled.tolist()])
+    assert reqs[3].customized_info is None
+    found = [req.customized_info[KEY].generated.sets()[0] for req in reqs[:3]]
     assert [found[0]] == by_the_cpu(logprobs[0], 0.9, 3)
     ids, values, _ = reference.support_candidates(logprobs[1:2], weights[1:2], sampled_ids=[1])
     assert found[1] == (ids.numpy().tobytes(), values.numpy().tobytes())
     assert len(found[2][0]) == 4
-    assert process.staging.rows_staged == 3
-    assert (process.staging.rows_taken_again > 0) == (gpu_staging.budget().staged_candidates_per_row == 1)
+    assert staging_counts["rows_staged"] == 3
+    assert (staging_counts["rows_taken_again"] > 0) == (sets.budget().staged_candidates_per_row == 1)
 
 
 @BOTH
@@ -226,8 +212,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
 
     Only the device knows how many tokens each request accepted. One request does not ask.
     """
-    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
-    process = SchedulerProcess()
+    monkeypatch.setattr(requests, "refuse_too_many", lambda req: None)
     monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     monkeypatch.setattr(type(internals()), "answers_requests", lambda self: True)
     fields: list[dict[str, Any]] = [
@@ -243,7 +228,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
     tokens = logprobs.argmax(-1).int()
     index = torch.arange(5 * width, dtype=torch.int32).view(5, width)
     index = torch.where(torch.arange(width) < torch.tensor(lens)[:, None], index, -1).int()
-    requests = [
+    reqs = [
         verified_request(rid, each, top_k=1 if is_greedy else 9)
         for rid, each in zip("abcde", fields, strict=True)
     ]
@@ -254,7 +239,7 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
     with gpu():
         there = {name: each.to("cuda") for name, each in {"p": probs, "t": tokens, "i": index}.items()}
         batch = SimpleNamespace(
-            reqs=requests,
+            reqs=reqs,
             return_logprob=True,
             forward_mode=SimpleNamespace(is_idle=lambda: False),
             sampling_info=SimpleNamespace(is_all_greedy=is_greedy, temperatures=torch.ones(5, 1).to("cuda")),
@@ -269,18 +254,16 @@ def test_a_verification_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, is_gr
             return there["t"], accept_lens, there["i"]
 
         with forbid_waits():
-            result = speculative_verification.sample(eagle_sample, None, batch, output)
-            speculative_verification.compute_logprobs(
-                process, lambda *args, **kwargs: None, batch, output, result[0]
-            )
+            result = verification.sample(eagle_sample, None, batch, output)
+            verification.compute_logprobs(lambda *args, **kwargs: None, batch, output, result[0])
             copied = attached[-1].copy_to_host(on_host)
         there["p"].zero_()
         commits = [
             Committed(0, tuple(tokens.view(5, width)[row, :count].tolist())) for row, count in enumerate(lens)
         ]
-        copied.consume(SimpleNamespace(reqs=requests), commits)
-    assert process.staging.rows_staged <= 4 * width, "only the requests that ask are staged"
-    for row, (req, each) in enumerate(zip(requests, fields, strict=True)):
+        copied.consume(SimpleNamespace(reqs=reqs), commits)
+    assert staging_counts["rows_staged"] <= 4 * width, "only the requests that ask are staged"
+    for row, (req, each) in enumerate(zip(reqs, fields, strict=True)):
         if not each:
             assert req.customized_info is None
             continue
@@ -308,18 +291,19 @@ def verified_request(rid: str, custom: dict[str, Any], top_k: int) -> Any:
 
 def prompt_pass(
     logits: Tensor, next_ids: Tensor, counts: list[int], thresholds: tuple[float, ...], *, chunk: int
-) -> extract_prompt_sets.PromptSets:
+) -> prompts.PromptSets:
     """Score prompts as SGLang does, `chunk` rows at a time, with the hook around it."""
     rows = RequestedRows(tuple("ab"[: len(counts)]), thresholds)
     nums = TopLogprobsNums([0] * len(counts))
-    nums.forward_pass = ForwardPass(PROCESS, rows)
+    nums.forward_pass = ForwardPass(rows)
     indices = torch.arange(len(logits), device=logits.device)
 
     def score(self: Any, *, get_logits_fn: Any, **kwargs: Any) -> None:
         for start in range(0, len(logits), chunk):
             get_logits_fn(logits[start : start + chunk])
 
-    extract_prompt_sets.forward(
+    prompts.forward(
+        PROCESS,
         score,
         PROCESSOR,
         logits_metadata=SimpleNamespace(
@@ -332,7 +316,7 @@ def prompt_pass(
         get_logits_fn=lambda states: states,
     )
     prompt = nums.forward_pass.prompt
-    assert isinstance(prompt, extract_prompt_sets.PromptSets)
+    assert isinstance(prompt, prompts.PromptSets)
     return prompt
 
 
@@ -341,8 +325,8 @@ def prompt_pass(
 @pytest.mark.parametrize("chunk", [9, 5, 2])
 def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Two chunks do not wait for the device. At most two chunks keep their log-probs."""
-    monkeypatch.setattr(extract_prompt_sets, "charge", lambda *args: None)
-    monkeypatch.setattr(extract_prompt_sets, "is_refused", lambda req: False)
+    monkeypatch.setattr(prompts, "refuse_too_many", lambda req: None)
+    monkeypatch.setattr(prompts, "is_refused", lambda req: False)
     monkeypatch.setattr(type(internals()), "weight_version", lambda self: "7")
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3))
     next_ids = torch.arange(9) * 7
@@ -354,11 +338,11 @@ def test_prompts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
                 output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
         else:
             output = prompt_pass(there, ids, [4, 5], (0.9, 0.7), chunk=chunk).copy_to_host(on_host)
-        under_way = [each for each in output.chunks if isinstance(each, gpu_staging.StagedSets)]
+        under_way = [each for each in output.chunks if isinstance(each, sets.StagedSets)]
         assert len(under_way) == min(2, -(-9 // chunk))
-        requests = [request(rid) for rid in "ab"]
-        output.consume(SimpleNamespace(reqs=requests), [None, None])
-    found = [packed_set for req in requests for packed_set in req.customized_info[KEY].prompt.sets()]
+        reqs = [request(rid) for rid in "ab"]
+        output.consume(SimpleNamespace(reqs=reqs), [None, None])
+    found = [packed_set for req in reqs for packed_set in req.customized_info[KEY].prompt.sets()]
     assert len(found) == 9
     for row, got in enumerate(found):
         assert [got] == by_the_cpu(expected[row], 0.9 if row < 4 else 0.7, 7 * row)
@@ -369,7 +353,7 @@ def test_what_ran_in_each_step_before_fails_here() -> None:
         if torch.cuda.is_available():
             return
         there = logprobs_of(2).to("cuda")
-        before = mock.patch.object(gpu_staging, "is_staged", return_value=False)
+        before = mock.patch.object(sets, "is_staged", return_value=False)
         without_kernels = mock.patch.object(nucleus, "_has_kernels", return_value=False)
         with (
             before,
@@ -377,4 +361,4 @@ def test_what_ran_in_each_step_before_fails_here() -> None:
             forbid_waits(),
             pytest.raises(AssertionError, match="the host would wait"),
         ):
-            cpu.extract(PROCESS, there, [0.9, 0.5], torch.tensor([1, 2]).to("cuda"))
+            extract(there, [0.9, 0.5], torch.tensor([1, 2]).to("cuda"))

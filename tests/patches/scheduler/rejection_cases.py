@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from sglang_topp_patches.scheduler import customized_info
+from sglang_topp_patches.scheduler import requests
 from tests.speculative.run_eagle_sample import (
     CHAIN,
     Verified,
@@ -26,7 +26,7 @@ EITHER_RULE = pytest.mark.parametrize("by_block", [False, True], ids=["by token"
 
 @pytest.fixture(autouse=True)
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(customized_info, "charge", lambda *args: None)
+    monkeypatch.setattr(requests, "refuse_too_many", lambda req: None)
 
 
 def run(reqs: list[object], logits: Tensor, by_block: bool) -> Verified:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.compat.internals.sglang_0_5_12_to_0_5_15 import Sglang0514
-from sglang_topp_patches.compat.internals.sglang_0_5_16_to_0_5_18 import Sglang0518, take
-from sglang_topp_patches.compat.internals.sglang_0_5_19_and_later import Outputs
+from sglang_topp_patches.internals import Outputs, Sglang0514, Sglang0518, take
 from sglang_topp_patches.scheduler import host_copy_before_0_5_19
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.set_buffer import KEY, SetBuffer

@@ -219,9 +219,9 @@ def test_a_failure_is_one_sentence_and_exits_with_1(runs, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
 def test_doctor_prints_the_report(monkeypatch, capsys, holds, status):
-    doctor = types.ModuleType("sglang_topp_patches.doctor")
+    doctor = types.ModuleType("sglang_topp_patches.plugin")
     doctor.report = lambda verbose: (holds, ["seam one", "seam two"][: 1 + verbose])
-    monkeypatch.setitem(sys.modules, "sglang_topp_patches.doctor", doctor)
+    monkeypatch.setitem(sys.modules, "sglang_topp_patches.plugin", doctor)
 
     assert main.main(["doctor"]) == status
     assert capsys.readouterr().out == "seam one\n"

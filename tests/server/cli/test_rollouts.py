@@ -61,7 +61,7 @@ def test_a_directory_is_summarized(path, capsys):
         "tokens": "8 generated, 6 of prompts",
         "weights": "v1 7, v2 1 (tokens)",
         "candidate sets": "6: sampler 2, no sets 1, another source 1 (rollouts)",
-        "empty sets": "1 (appended tokens)",
+        "missing sets": "2: do not train on these tokens",
         "sizes": "mean 52.0, median 2, p99 300, largest 300",
         "kept mass": "mean 0.8800, least 0.8000",
         "bytes": f"{size:,} ({size / 8:.1f} per generated token)",

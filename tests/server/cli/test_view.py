@@ -25,7 +25,9 @@ def path(tmp_path, monkeypatch):
 
 def test_a_page_is_named_after_the_file(path, capsys):
     assert main.main(["view", str(path)]) == 0
-    assert capsys.readouterr().out == "step-0.html: 0.1 MB\n"
+    assert (
+        capsys.readouterr().out == f"step-0.html: {path.with_suffix('.html').stat().st_size / 1e6:.2f} MB\n"
+    )
     assert path.with_suffix(".html").read_bytes().startswith(b"<!doctype html>")
 
 

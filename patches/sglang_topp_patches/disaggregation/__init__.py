@@ -1,1 +1,0 @@
-"""Carry candidate sets from a prefill server to the decode server that answers the client."""
