@@ -6,7 +6,7 @@ import json
 import math
 import uuid
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ __all__ = [
     "MAX_REQUEST_ID",
     "as_array",
     "as_token_ids",
+    "check_bool",
+    "check_choice",
     "check_request_id",
     "find_json_problem",
     "fresh_id",
@@ -89,6 +91,20 @@ def find_json_problem(value: Any) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         return f"cannot be sent as JSON: {error}"
     return None
+
+
+def check_choice(name: str, value: Any, choices: Any, note: str = "") -> None:
+    """Raise InvalidInputError, whose message ends with `note`, unless `value` is in the Literal `choices`."""
+    *first, last = map(repr, get_args(choices))
+    if not isinstance(value, str) or value not in get_args(choices):
+        listed = f"{', '.join(first)}{',' * (len(first) > 1)} or {last}"
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected {listed}{note}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise InvalidInputError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected True or False")
 
 
 def whole_number(name: str, value: Any, lowest: int) -> int:

@@ -14,7 +14,13 @@ from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, describe
-from sglang_topp_client.argument_checks import check_request_id, seconds, whole_number
+from sglang_topp_client.argument_checks import (
+    check_bool,
+    check_choice,
+    check_request_id,
+    seconds,
+    whole_number,
+)
 from sglang_topp_client.requests import (
     Prompts,
     SampleRequest,
@@ -122,8 +128,7 @@ class AsyncRolloutClient:
         max_retries: int = 4,
         max_message_bytes: int = 512 * 2**20,
     ) -> None:
-        if not isinstance(kind, str) or kind not in ("auto", "sidecar", "sglang"):
-            raise InvalidInputError(f"kind: got {describe(kind)}, expected 'auto', 'sidecar', or 'sglang'")
+        check_choice("kind", kind, Literal["auto", "sidecar", "sglang"])
         whole_number("max_retries", max_retries, 0)
         headers = {} if headers is None else headers
         self._configs = [
@@ -385,7 +390,9 @@ class AsyncRolloutClient:
         # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
         # code below gives each result the two indices of the caller's rollout.
         resumed = await self._runs.gather(
-            _interruptible(requests, options),
+            mark_interruptible(
+                requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise")
+            ),
             self._options("resume", options, DEFAULT_TIMEOUT_S, return_exceptions),
             dict(enumerate(existing)),
         )
@@ -672,10 +679,7 @@ class AsyncRolloutClient:
         for name in options:
             if name not in kind.__optional_keys__:
                 raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        if not isinstance(return_exceptions, bool):
-            raise InvalidInputError(
-                f"return_exceptions: got {describe(return_exceptions)}, expected True or False"
-            )
+        check_bool("return_exceptions", return_exceptions)
         given = cast(dict[str, Any], options)
         progress, request_id = given.get("progress"), given.get("request_id")
         if progress is not None and not isinstance(progress, bool):
@@ -685,10 +689,8 @@ class AsyncRolloutClient:
         if (limit_s := given.get("timeout_s", timeout_s)) is not None:
             limit_s = seconds("timeout_s", limit_s)
         on_abort = given.get("on_abort", "raise")
-        if kind is ScoreOptions and (not isinstance(on_abort, str) or on_abort not in ("raise", "resume")):
-            raise InvalidInputError(
-                f"on_abort: got {describe(on_abort)}, expected 'raise' or 'resume': scores have no parts"
-            )
+        if kind is ScoreOptions:
+            check_choice("on_abort", on_abort, Literal["raise", "resume"], ": scores have no parts")
         return RunOptions(
             request_id or uuid.uuid4().hex,
             on_abort=on_abort,
@@ -696,8 +698,6 @@ class AsyncRolloutClient:
             on_timeout=given.get("on_timeout", "raise"),
             progress=progress,
             keeps_going=return_exceptions,
-            max_retries=self._max_retries,
-            max_message_bytes=self._configs[0].max_message_bytes,
             headers=_trace_headers(),
         )
 
@@ -717,8 +717,4 @@ def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOp
     requests = plan(
         prompts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
     )
-    return _interruptible(requests, options)
-
-
-def _interruptible(requests: Sequence[SampleRequest], options: GenerateOptions) -> list[SampleRequest]:
     return mark_interruptible(requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise"))

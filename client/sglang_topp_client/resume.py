@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from sglang_topp import CandidateSets
 from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, describe
+from sglang_topp_client.argument_checks import check_choice
 from sglang_topp_client.requests import (
     SampleRequest,
     SamplingParams,
@@ -63,12 +64,8 @@ def mark_interruptible(
         InvalidInputError: `on_abort` or `on_timeout` is none of its values, or `on_abort` is `"resume"` and a
             sampling parameter does not allow an exact resume.
     """
-    if not isinstance(on_abort, str) or on_abort not in get_args(OnAbort):
-        raise InvalidInputError(
-            f"on_abort: got {describe(on_abort)}, expected 'raise', 'return', or 'resume'"
-        )
-    if on_timeout not in ("raise", "return"):
-        raise InvalidInputError(f"on_timeout: got {describe(on_timeout)}, expected 'raise' or 'return'")
+    check_choice("on_abort", on_abort, OnAbort)
+    check_choice("on_timeout", on_timeout, OnTimeout)
     if on_abort == on_timeout == "raise":
         return list(wanted)
     if on_abort == "resume":

@@ -88,9 +88,7 @@ class RunOptions:
     on_timeout: OnTimeout = "raise"
     progress: bool | None = False
     keeps_going: bool = False
-    max_retries: int = 4
     waits_out_refusals: bool = True
-    max_message_bytes: int = 512 * 2**20
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -225,7 +223,7 @@ class Run(Generic[Result]):
 
     def _stop(self) -> None:
         """Abort all samples, but keep the connections, so that what was generated still arrives."""
-        if self._aborting is None:
+        if self._aborting is None and self._task is not None and not self._task.done():
             self._received_at = self._clock()
             self._aborting = asyncio.create_task(self._abort_jobs())
             # The caller may have stopped taking results, and the prompts must end all the same.
@@ -361,7 +359,7 @@ class Run(Generic[Result]):
 
     def _budget(self, job: _Job) -> RetryBudget:
         return RetryBudget(
-            self._options.max_retries,
+            self._servers.max_retries,
             # The engine that aborted a sample may be paused, so its rest waits in any case.
             waits_out_refusals=self._options.waits_out_refusals or job.part is not None,
             repeats_aborted=self._of_scores and self._options.on_abort == "resume",
@@ -378,7 +376,7 @@ class Run(Generic[Result]):
         request = replace(job.request, samples=tuple(sorted(job.missing)))
         options: dict[str, Any] = {}
         if kind == "sidecar":
-            options = {"timeout_s": self._left_s(), "max_bytes": self._options.max_message_bytes}
+            options = {"timeout_s": self._left_s(), "max_bytes": server.max_message_bytes}
         exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
         key = server.routing_key(request.routing_key)
         headers = {**self._options.headers, ROUTING_KEY: key}

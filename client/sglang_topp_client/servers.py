@@ -91,7 +91,7 @@ class Server:
     """
 
     def __init__(self, config: ServerConfig, kinds: dict[str, Kind], pauses: Mapping[str, str]) -> None:
-        self.base_url = config.base_url
+        self.base_url, self.max_message_bytes = config.base_url, config.max_message_bytes
         self.num_in_flight = self._last_call = 0
         self.error: SglangToppError | None = None
         self._num_failures, self._retry_at = 0, 0.0
@@ -375,6 +375,7 @@ class Servers:
 
     Attributes:
         slots: a place for each call that may be in flight.
+        max_retries: as given.
     """
 
     def __init__(
@@ -387,7 +388,7 @@ class Servers:
     ) -> None:
         self.all = [Server(config, kinds, pauses) for config in configs]
         self.slots = asyncio.Semaphore(fd_limit.max_connections(configs[0].max_connections))
-        self._max_retries = max_retries
+        self.max_retries = max_retries
         self._num_calls = 0
 
     @property
@@ -409,6 +410,8 @@ class Servers:
             routing_key: the `Rollout.routing_key` of the rollout that the call continues or scores, or empty.
             without: servers on which this call failed. They are chosen only if all have failed.
         """
+        if len(self.all) == 1:
+            return self.all[0]
         fresh = [server for server in self.all if server not in without] or self.all
         ready = [server for server in fresh if server.is_ready]
         if not ready:
@@ -478,7 +481,7 @@ class Servers:
         """
         for server in self.all:
             if server.base_url == base_url:
-                return await retrying(server.info, self._max_retries)
+                return await retrying(server.info, self.max_retries)
         raise InvalidInputError(
             f"base_url: got {describe(base_url)}, expected one of"
             f" {', '.join(server.base_url for server in self.all)}"
@@ -487,7 +490,7 @@ class Servers:
     async def check_fields(self) -> None:
         """Check every server; see `Server.check_fields`."""
         for server in self.all:
-            await retrying(server.check_fields, self._max_retries)
+            await retrying(server.check_fields, self.max_retries)
 
     async def close(self) -> None:
         """Wait for the aborts that are under way, and close every connection."""

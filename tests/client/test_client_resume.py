@@ -494,6 +494,15 @@ async def test_a_time_limit_can_return_what_was_generated(engine, client, fakes,
     assert [rollout.finish_reason for rollout in whole] == ["stop"] * 3
 
 
+async def test_a_time_limit_after_the_last_sample_leaves_nothing_behind(client, answers):
+    """The caller still looks at its first sample when the time limit passes, and all have arrived."""
+    made = []
+    async for rollout in client.stream([[5], [6]], SAMPLING, timeout_s=0.5, on_timeout="return"):
+        made.append(rollout)
+        await asyncio.sleep(0.6)
+    assert len(made) == 2
+
+
 async def test_with_on_timeout_an_abort_is_an_error_as_before(engine, client, answers):
     engine.script.append(answers("abort"))
     with pytest.raises(errors.AbortedError):

@@ -21,8 +21,6 @@ from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors
 
 __all__ = [
-    "PAUSE_MODES",
-    "TRANSPORTS",
     "EngineControl",
     "NotLoadedError",
     "Outcomes",
@@ -33,9 +31,7 @@ __all__ = [
 ]
 
 PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
-PAUSE_MODES = ("retract", "abort", "in_place")
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
-TRANSPORTS = ("disk", "tensor", "distributed")
 
 # How many seconds a flush of the KV cache waits for aborted requests to leave SGLang's scheduler. The
 # scheduler removes an aborted request within a few scheduling steps.

@@ -15,12 +15,10 @@ from typing import Any
 import pybase64
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, WeightPushError, describe
-from sglang_topp_client.argument_checks import seconds
+from sglang_topp_client.argument_checks import check_bool, check_choice, seconds
 from sglang_topp_client.transport.server_config import ServerConfig, server_urls
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
 from sglang_topp_client.weight_push.engine_control import (
-    PAUSE_MODES,
-    TRANSPORTS,
     EngineControl,
     NotLoadedError,
     Outcomes,
@@ -82,11 +80,9 @@ class WeightPusher:
         """Give every engine new weights; see `AsyncRolloutClient.push_weights`."""
         if not isinstance(version, str) or not version or not version.isprintable():
             raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
-        if not isinstance(via, str) or via not in TRANSPORTS:
-            raise InvalidInputError(f"via: got {describe(via)}, expected one of {', '.join(TRANSPORTS)}")
-        _check_mode(pause)
-        if not isinstance(partial, bool):
-            raise InvalidInputError(f"partial: got {describe(partial)}, expected True or False")
+        check_choice("via", via, Transport)
+        check_choice("pause", pause, PauseMode)
+        check_bool("partial", partial)
         check_weights(weights, is_folder=via == "disk")
         async with self._engines(timeout_s, via) as engines, _source(weights, via) as source:
             _raise_first(await on_each(engines, EngineControl.check))
@@ -95,7 +91,7 @@ class WeightPusher:
 
     async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
         """Pause every engine; see `AsyncRolloutClient.pause`."""
-        _check_mode(mode)
+        check_choice("pause", mode, PauseMode)
         async with self._engines(timeout_s) as engines:
             _raise_first(await on_each(engines, lambda engine: engine.pause(mode)))
 
@@ -284,11 +280,6 @@ async def _undo_pause(engines: Sequence[EngineControl], error: BaseException) ->
     paused = [engine.base_url for engine in engines if engine.was_paused or engine.base_url in failed]
     rest = f"these stay paused: {', '.join(paused)}" if paused else "all engines continue"
     error.add_note(f"no weights were loaded; {rest}")
-
-
-def _check_mode(mode: Any) -> None:
-    if not isinstance(mode, str) or mode not in PAUSE_MODES:
-        raise InvalidInputError(f"pause: got {describe(mode)}, expected one of {', '.join(PAUSE_MODES)}")
 
 
 def _raise_first(outcomes: Outcomes) -> None:

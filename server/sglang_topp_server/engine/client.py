@@ -41,7 +41,7 @@ _MAX_RETRIES = 1
 # Each of these messages holds one sample. The sidecar's memory limit (`MemoryLimit`) counts a sample only
 # after the sidecar has read the sample, so this maximum bounds the memory that is not counted yet.
 _MAX_LONG_MESSAGES = 4
-_OPTIONS = RunOptions("", keeps_going=True, max_retries=_MAX_RETRIES, waits_out_refusals=False)
+_OPTIONS = RunOptions("", keeps_going=True, waits_out_refusals=False)
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
 
