@@ -17,9 +17,9 @@ truncated answer has no final message. The message `{"error": {...}}` reports a 
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
 
-The client's `Accept` header asks for messages that begin with their length (`framing.py`). A sidecar that
-supports them encodes each result in binary form (`wire/records.py`), and the final
-message or an error message as JSON. Any other sidecar sends every message as a line of JSON.
+The client's `Accept` header asks for messages that begin with their length (`transport/http.py`). A sidecar
+that supports them encodes each result in binary form (`wire/records.py`), and the final message or an error
+message as JSON. Any other sidecar sends every message as a line of JSON.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ MEDIA_TYPES: dict[type[Rollout | Score], str] = {
     Rollout: "application/vnd.sglang-topp.rollouts.v1",
     Score: "application/vnd.sglang-topp.scores.v1",
 }
-"""The media types of answers whose messages begin with their length (`framing.py`).
+"""The media types of answers whose messages begin with their length (`transport/http.py`).
 
 Each message holds a result as a frame, or a JSON object.
 """
