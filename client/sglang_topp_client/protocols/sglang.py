@@ -52,8 +52,8 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.resume import empty_rollout
-from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Logprobs, Rollout, Score, TokenIds
-from sglang_topp_client.wire.records import Count, WeightSpan, check_kept_mass, check_sets, read_spans
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Count, Logprobs, Rollout, Score, TokenIds
+from sglang_topp_client.wire.records import WeightSpan, check_kept_mass, check_sets, read_spans
 from sglang_topp_client.wire.typed_json import convert, decode_json, parse_token_ids
 
 __all__ = [
@@ -346,7 +346,7 @@ def _check_resumed(wanted: SampleRequest, meta_info: _MetaInfo) -> None:
 def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
     for name in names:
         if name not in fields:
-            raise WireError(name, "got nothing, expected a value")
+            raise WireError(name, "missing, but required")
 
 
 def _text_prompt_ids(chunk: _Chunk) -> TokenIds:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
 from sglang_topp_client.rollout import (
     FIELDS,
+    Count,
     Field,
     Logprobs,
     Rollout,
@@ -44,7 +45,6 @@ from sglang_topp_client.wire.typed_json import check_ids, convert, decode_json, 
 __all__ = [
     "JSON_FIELDS",
     "MEDIA_TYPES",
-    "Count",
     "JsonField",
     "WeightSpan",
     "check_kept_mass",
@@ -67,7 +67,6 @@ Each message holds a result as a frame, or a JSON object.
 """
 
 _Result = TypeVar("_Result", Rollout, Score)
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _NUM_CANDIDATES = "num_candidates"
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -143,7 +142,6 @@ class JsonField(NamedTuple):
 
 
 _JSON: dict[Any, JsonField] = {
-    int: JsonField(Count),
     TokenIds: JsonField(list[int], np.ndarray.tolist, parse_token_ids),
     Logprobs: JsonField(
         str,

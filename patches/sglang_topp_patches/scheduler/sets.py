@@ -30,11 +30,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -46,13 +47,14 @@ from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.memory import budget
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.set_buffer import PackedSet, pack_set
+from sglang_topp_patches.set_buffer import PackedSet
 
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
 
 __all__ = [
     "ExtractedSets",
+    "PassSets",
     "Sets",
     "StagedSets",
     "extract",
@@ -70,6 +72,7 @@ _LEAST_ROWS = 16
 _BYTES_PER_CANDIDATE = 8
 
 _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]
+_TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], "ExtractedSets"]
 _Extraction: TypeAlias = Callable[[slice], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -120,29 +123,28 @@ class ExtractedSets:
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = pairwise(self.offsets.tolist())
         packed: list[PackedSet | str] = [
-            pack_set(token_ids[low:high], logprobs[low:high]) for low, high in bounds
+            (token_ids[low:high].tobytes(), logprobs[low:high].tobytes()) for low, high in bounds
         ]
         for row, problem in self.problems.items():
             packed[row] = problem
         return packed
 
 
-@dataclass
 class _Kept:
-    """The tensors that the host needs to repeat the extraction of a pass's sets.
+    """What the host needs to read the sets of R rows, and to repeat their extraction.
 
     Attributes:
-        sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
-            known. None once it was needed no more: SGLang may keep a pass's results until the next pass.
+            known. None once it isn't needed, to free the log-probs: SGLang may keep a pass's results until
+            the next pass.
     """
 
-    sampled_ids: Tensor
-    vocab: int
-    lowest: float
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets] | None
+    def __init__(self, logprobs: Tensor, lowest: float | None, take_again: _TakeAgain) -> None:
+        self.vocab = logprobs.shape[1]
+        self.lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
+        self.take_again: _TakeAgain | None = take_again
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,11 @@ class StagedSets:
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
         `on_host` only once, because it frees the tensors in `kept`.
         """
-        read = self.area.read()
-        found = read.problems(self.kept.sampled_ids, self.kept.vocab)
+        found = self.area.problems(self.kept.vocab)
         problems = {int(self.rows[i]): str(problem) for i, problem in found.items()}
-        sets = read.sets()
-        staging_counts["rows_staged"] += int((read.rows[0] > 0).sum())
-        if len(left_out := read.left_out):
+        sets = self.area.sets()
+        staging_counts["rows_staged"] += int(np.count_nonzero(self.area.sizes))
+        if len(left_out := self.area.left_out):
             staging_counts["rows_taken_again"] += len(left_out)
             assert self.kept.take_again is not None
             sets = _inserted(sets, left_out, self.kept.take_again(left_out).map(lambda tensor: tensor.cpu()))
@@ -204,6 +205,40 @@ class StagedSets:
 
 Sets: TypeAlias = ExtractedSets | StagedSets
 """The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`StagedSets`)."""
+
+
+@dataclass(frozen=True)
+class PassSets(ABC):
+    """The sets of one forward pass: those of its prompt positions, or those of the tokens that it drew.
+
+    The sets are on the device first, and on the host later. The class implements SGLang's interfaces
+    `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`. Its fields may be tensors, `Sets`, or lists of them.
+    """
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> Self:
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs.
+
+        Each tensor is copied with `copy_tensor`, always in the same order.
+        """
+        return self._changed(lambda sets: sets.map(copy_tensor), copy_tensor)
+
+    def settled(self) -> Self:
+        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
+        return self._changed(lambda sets: sets.settled(), lambda tensor: tensor)
+
+    @abstractmethod
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Add the sets to the requests of `batch`."""
+
+    def _changed(self, change: Callable[[Sets], Sets], change_tensor: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [changed(each) for each in value]
+            if isinstance(value, Tensor):
+                return change_tensor(value)
+            return change(value) if isinstance(value, Sets) else value
+
+        return replace(self, **{each.name: changed(getattr(self, each.name)) for each in fields(self)})
 
 
 def extract(
@@ -335,17 +370,13 @@ def is_staged(logprobs: Tensor) -> bool:
 
     A staging area needs Triton, and also a GPU or Triton's interpreter (`TRITON_INTERPRET=1`).
     """
-    return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
+    return _has_kernels(logprobs.is_cuda)
 
 
 @cache
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_kernels(is_cuda: bool) -> bool:
+    runs = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and importlib.util.find_spec("triton") is not None
 
 
 def _stage_top_p(
@@ -362,8 +393,6 @@ def _stage_top_p(
         p, at = p[rows], to_device(rows, logprobs.device)
         logprobs, sampled_ids = logprobs[at], sampled_ids[at]
         is_taken = None if is_taken is None else is_taken[at]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
     sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
@@ -376,7 +405,7 @@ def _stage_top_p(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), rows, num_rows)
+    return StagedSets(area, _Kept(logprobs, lowest, take_again), rows, num_rows)
 
 
 def _stage_support(
@@ -392,10 +421,7 @@ def _stage_support(
     num_rows, device = len(rows), logprobs.device
     if num_rows < len(logprobs):
         logprobs = logprobs[rows]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
-    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
-    token_ids = None if token_ids is None else token_ids.int().contiguous()
+    sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> ExtractedSets:
         at = to_device(which, device)
@@ -408,24 +434,14 @@ def _stage_support(
 
     area = gpu_extraction.stage_support(
         logprobs,
-        torch.arange(num_rows, device=device),
         is_drawn,
         token_ids,
         sampled_ids,
         capacity=_capacity(num_rows),
         lowest=lowest,
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), np.arange(num_rows), num_rows)
-
-
-def _kept(
-    logprobs: Tensor,
-    sampled_ids: Tensor,
-    lowest: float | None,
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets],
-) -> _Kept:
-    lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
-    return _Kept(sampled_ids, logprobs.shape[1], lowest, take_again)
+    kept = _Kept(logprobs, lowest, take_again)
+    return StagedSets(area, kept, np.arange(num_rows), num_rows)
 
 
 @cache
