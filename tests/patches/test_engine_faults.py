@@ -13,11 +13,10 @@ import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http.process_state import CallEndedError
-from sglang_topp_patches.internals import Sglang0514
+from sglang_topp_patches.http import answer as answers
+from sglang_topp_patches.http.process_state import Call, CallEndedError, current_call
 from sglang_topp_patches.memory import Budget
-from sglang_topp_patches.releases import Feature
+from sglang_topp_patches.releases import Feature, Sglang0514
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
@@ -351,6 +350,7 @@ class Answer:
             last_output_offset=0,
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
+        self.manager.rid_to_state = {"a": self.state}
         self.meta_info: dict[str, Any] = {
             "id": "a",
             "finish_reason": {"type": "length"},
@@ -368,9 +368,9 @@ class Answer:
     def send_on(self, slices: list[SetBuffer], finished: bool = True) -> dict[str, Any]:
         info = {"other": [[1]], KEY: [pickle.loads(pickle.dumps(slices))]}
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
-        sets_in_meta_info.receive_sets(self.manager, recv_obj)
+        answers.receive_sets(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
-        sets_in_meta_info.write_meta_info(
+        answers.write_meta_info(
             self.process, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
@@ -381,15 +381,14 @@ class Answer:
         return asyncio.run(self._send(out))["meta_info"]
 
     async def _send(self, out: dict[str, Any]) -> dict[str, Any]:
-        async def chunks(self: Any, *, obj: Any, state: Any, request: Any) -> AsyncGenerator[Any, None]:
+        async def chunks(self: Any, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
             yield out
 
-        (sent,) = [
-            each
-            async for each in sets_in_meta_info.write_sets(
-                self.process, chunks, self.manager, obj=self.state.obj, state=self.state
-            )
-        ]
+        answer = answers.write_sets(self.process, chunks, self.manager, self.state.obj)
+        try:
+            (sent,) = [each async for each in answer]
+        except HTTPException:  # SGLang does not yield such an answer
+            return out
         return sent
 
 
@@ -457,8 +456,8 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     """Those that arrive before the answer begins and after, and not those that come too late."""
     sampled, counts = logprobs.argmax(1).tolist(), []
     process = http_process(limit=1)
-    call = route_policy.Call()
-    token = route_policy.current_call.set(call)
+    call = Call()
+    token = current_call.set(call)
     answer = Answer(sampled)
     answer.state.obj.stream, answer.state.output_ids = True, list(sampled)
     answer.process = process
@@ -479,7 +478,7 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     answer.receive(sets_of(logprobs, sampled), finished=False)
     assert process.in_flight.total == 0
     process.check_room(is_streamed=False)
-    route_policy.current_call.reset(token)
+    current_call.reset(token)
 
 
 @pytest.mark.parametrize(

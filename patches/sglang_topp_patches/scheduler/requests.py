@@ -51,6 +51,7 @@ from sglang_topp_patches.request import (
     attach,
     sets_request,
 )
+from sglang_topp_patches.scheduler.resume import resumable_req
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 
 __all__ = [
@@ -214,6 +215,8 @@ def receive(
         sampling_params = copy.copy(sampling_params)
         sampling_params.custom_params = carried.custom_params
         attach(self, carried.request)
+        if carried.request.resumed_tokens is not None:
+            self.__class__ = resumable_req()
     original(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, **kwargs)
 
 
