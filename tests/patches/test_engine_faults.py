@@ -99,7 +99,7 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    assert [type(each) for each in sets.packed_sets()] == [tuple, str, tuple]
+    assert [type(each) for each in sets.on_host()] == [tuple, str, tuple]
 
 
 def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ def test_a_prompt_position_without_a_token_has_no_set(
             start += count
         has_set = [row is not None for row in rows_of(req)]
         assert has_set == expected
-        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        kept = [row for row, each in zip(whole.on_host(), expected, strict=True) if each]
         assert [row for row in rows_of(req) if row is not None] == kept
 
 
@@ -394,7 +394,7 @@ class Answer:
 
 
 def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
-    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).on_host()
 
 
 def part_of(
