@@ -21,7 +21,7 @@ import torch
 from benchmarks.batch_collate import candidate_sets, rollouts
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp.batch import PackedCollator, collate_rl, split_micro_batches, take_batch
-from sglang_topp.batch.bin_packing import first_fit_decreasing
+from sglang_topp.batch.micro_batches import first_fit_decreasing
 from tests.batch import reference_loops
 
 __all__ = ["run"]

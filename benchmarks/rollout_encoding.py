@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
-from sglang_topp_client.wire.records import rollout_from_bytes, rollout_from_json, rollout_to_bytes
+from sglang_topp_client.wire.records import from_frame, from_record, to_frame
 from sglang_topp_server.api.encodings import SampleJson
 
 __all__ = ["run"]
@@ -39,10 +39,10 @@ def run() -> None:
         rollout = _rollout(sharpness, p)
         sets = rollout.candidates
         assert sets is not None
-        line, listed, frame = b"".join(SampleJson(rollout)), _json_lists(rollout), rollout_to_bytes(rollout)
+        line, listed, frame = b"".join(SampleJson(rollout)), _json_lists(rollout), to_frame(rollout)
         content = zstandard.decompress(frame)
-        decode_frame = partial(rollout_from_bytes, frame, max_bytes=len(content))
-        assert decode_frame().candidates == sets == rollout_from_json(json.loads(line)).candidates
+        decode_frame = partial(from_frame, Rollout, frame, max_bytes=len(content))
+        assert decode_frame().candidates == sets == from_record(Rollout, json.loads(line)).candidates
         title = f"{len(sets)} sets, mean {sets.sizes.mean():.1f}, median {np.median(sets.sizes):.0f}"
         num_bytes = {
             BASE64: len(line),
@@ -61,11 +61,11 @@ def run() -> None:
         encode: dict[str, Callable[[], object]] = {
             BASE64: lambda rollout=rollout: b"".join(SampleJson(rollout)),
             LISTS: partial(_json_lists, rollout),
-            BINARY: partial(rollout_to_bytes, rollout),
+            BINARY: partial(to_frame, rollout),
         }
         ids = rollout.output_ids.tolist()
         decode: dict[str, Callable[[], object]] = {
-            BASE64: lambda line=line: rollout_from_json(json.loads(line)),
+            BASE64: lambda line=line: from_record(Rollout, json.loads(line)),
             LISTS: lambda raw=listed, ids=ids: formats.decode_top_p(json.loads(raw), ids),
             BINARY: decode_frame,
         }

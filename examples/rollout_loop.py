@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_client.wire.records import rollout_to_bytes
+from sglang_topp_client.wire.records import to_frame
 from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
@@ -151,7 +151,7 @@ def show_sizes(rollouts: list[Rollout]) -> None:
     """Print set sizes, and how many bytes the rollouts take when the sidecar sends them."""
     sets = [rollout.candidates for rollout in rollouts if rollout.candidates is not None]
     sizes = np.concatenate([each.sizes for each in sets])
-    num_bytes = sum(len(rollout_to_bytes(rollout)) for rollout in rollouts)
+    num_bytes = sum(len(to_frame(rollout)) for rollout in rollouts)
     print(
         f"\ncandidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
         f" p99 {np.percentile(sizes, 99):.0f}; {num_bytes / len(sizes):.0f} bytes per token on the wire"

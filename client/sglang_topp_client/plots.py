@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.entropy import set_entropy
 from sglang_topp.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def _values(name: str, sets: CandidateSets) -> NDArray[Any]:
     if name == "size":
         return sets.sizes
     if name == "entropy":
-        return set_entropy(sets)
+        return sets.entropy
     mass: NDArray[np.float64] = np.exp(sets.logprob_sum.astype(np.float64))
     return mass
 

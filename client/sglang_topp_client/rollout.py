@@ -1,44 +1,71 @@
-"""Rollout and Score, the client's results, and how a rollout is joined with its continuation."""
+"""Rollout and Score, the client's results: each field with its type, unit, and meaning.
+
+This is the one place that declares a field. The JSON record and the binary frame (`wire/records.py`), the
+Parquet columns (`storage/parquet_columns.py`), the sidecar's OpenAPI models, and the reference page are made
+from it: they say how each type of field is written, and take the fields from `FIELDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, repeat
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import as_token_ids, is_text
+from sglang_topp_client.argument_checks import as_token_ids
 from sglang_topp_client.rollout_html import rollout_to_html
 
 __all__ = [
     "ABORT",
     "DISTRIBUTION",
     "EXTENDED",
+    "FIELDS",
     "SAMPLER",
+    "Count",
+    "Field",
+    "Logprobs",
+    "Probability",
     "Rollout",
     "Score",
+    "Seconds",
+    "Source",
+    "TokenIds",
+    "TokenRanges",
     "WeightSpans",
-    "expand_spans",
+    "find_problems",
     "join_parts",
     "join_spans",
-    "spans_from_json",
-    "spans_to_json",
+    "scored_ids",
 ]
 
 ABORT, EXTENDED = "abort", "extended"
 """The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
 
 DISTRIBUTION, SAMPLER = "distribution", "sampler"
-"""The values of `top_logprobs_source`, a field that says which tokens a candidate set holds.
+"""Which tokens a candidate set holds.
 
 With `DISTRIBUTION`, a token is in the set if all more likely tokens have a total probability below the
 threshold `top_logprobs_p`. With `SAMPLER`, a set holds all tokens that the engine's sampler could draw.
 """
+
+TokenIds: TypeAlias = NDArray[np.int32]
+Logprobs: TypeAlias = NDArray[np.float32]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
+Source: TypeAlias = Annotated[str, Meta(pattern=f"^({DISTRIBUTION}|{SAMPLER})$")]
+Probability: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+WeightSpans: TypeAlias = tuple[tuple[str, Count], ...]
+"""One pair `(weight version, number of tokens)` for each run of tokens of one version, in the tokens'
+order."""
+TokenRanges: TypeAlias = tuple[tuple[Count, Count], ...]
+"""Pairs `(start, end)` of positions, ascending and without overlap."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,65 +74,61 @@ class Rollout:
 
     T is the number of output tokens: the tokens that the engine generated, and those that `extend` appended.
     P is the number of prompt tokens.
-
-    Attributes:
-        prompt_index: the index of the prompt in the caller's request, from 0.
-        sample_index: the index of the sample among the prompt's `n` samples, from 0.
-        request_id: the engine's id of the request.
-        prompt_ids: int32 [P], the prompt's token ids as the engine saw them.
-        output_ids: int32 [T], the generated token ids, and the token ids that `extend` appended.
-        text: the generated text as the engine detokenized it. If `extend` appended tokens, `text` covers only
-            the turn after the last appended token.
-        logprobs: float32 [T], natural log-prob of each generated token over the full vocabulary, and 0 for
-            each token that `extend` appended.
-        candidates: the candidate set of each token, T sets, or None if the request did not ask for sets. A
-            token that `extend` appended has an empty set.
-        finish_reason: `"stop"` or `"length"` if the engine finished the sample, `"abort"` if the sample was
-            interrupted and the request had `on_abort="return"`, or `"extended"` if `extend` appended the last
-            tokens.
-        weight_version: the weight version of the last token, as the engine reports it, or None if the engine
-            reports no version.
-        cached_tokens: how many prompt tokens came from the engine's prefix cache. For a resumed sample,
-            `cached_tokens` covers only the first request that generated tokens.
-        latency_s: seconds from the engine's receipt of the request to the last token. For a resumed sample,
-            the latencies of all its requests are summed, without the time between the requests.
-        top_logprobs_source: the kind of the sets, `"distribution"` (the nucleus at the threshold
-            `top_logprobs_p`) or `"sampler"` (the tokens that the sampler could draw). This attribute is None
-            for a rollout without sets, and for a rollout whose sets come from another inference engine.
-        weight_spans: pairs `(version, number of tokens)` in output order, one for each run of tokens with the
-            same weight version. The numbers add up to T. Tokens that `extend` appended have the version "".
-            The generated tokens have several versions if weights were pushed while the engine was paused, or
-            before the sample was resumed. A rollout without sets has None instead of spans, because SGLang's
-            own field `weight_versions` can be off by one token for a request without sets.
-        routing_key: a key that the client chose for the sample's prompt. The client sends the key as the
-            header `X-SMG-Routing-Key` of HTTP requests that hold only this prompt. Gateways send requests
-            with the same key to the same worker. The key's suffix identifies the server that generated the
-            sample, so that `resume` can use that server's prefix cache. If the key is unknown, `routing_key`
-            is an empty string.
-        top_logprobs_p: the requested threshold p of the sets, or None if no threshold was requested.
-        sampling_params: the sampling parameters that were sent, without `n`, or None if unknown. For a
-            resumed sample, this attribute holds the parameters given to `resume`.
-        appended_spans: `((start, end), ...)`, the ranges of `output_ids` that `extend` appended.
     """
 
     prompt_index: int
+    """The index of the prompt in the caller's request, from 0."""
     sample_index: int
+    """The index of the sample among the prompt's `n` samples, from 0."""
     request_id: str
-    prompt_ids: NDArray[np.int32]
-    output_ids: NDArray[np.int32]
+    """The engine's id of the request."""
+    prompt_ids: TokenIds = field(metadata={"count": "prompt_tokens"})
+    """int32 [P], the prompt's token ids as the engine saw them."""
+    output_ids: TokenIds = field(metadata={"count": "completion_tokens"})
+    """int32 [T], the generated token ids, and the token ids that `extend` appended."""
     text: str
-    logprobs: NDArray[np.float32]
+    """The generated text as the engine detokenized it. If `extend` appended tokens, `text` covers only the
+    turn after the last appended token."""
+    logprobs: Logprobs
+    """float32 [T], natural log-prob of each generated token over the full vocabulary, and 0 for each token
+    that `extend` appended."""
     candidates: CandidateSets | None
+    """The candidate set of each token, T sets, or None if the request did not ask for sets. A token that
+    `extend` appended has an empty set."""
     finish_reason: str
+    """`"stop"` or `"length"` if the engine finished the sample, `"abort"` if the sample was interrupted and
+    the request had `on_abort="return"`, or `"extended"` if `extend` appended the last tokens."""
     weight_version: str | None
+    """The weight version of the last token, as the engine reports it, or None if the engine reports no
+    version."""
     cached_tokens: int
-    latency_s: float
-    top_logprobs_source: str | None = None
+    """How many prompt tokens came from the engine's prefix cache. For a resumed sample, `cached_tokens`
+    covers only the first request that generated tokens."""
+    latency_s: Seconds
+    """Seconds from the engine's receipt of the request to the last token. For a resumed sample, the latencies
+    of all its requests are summed, without the time between the requests."""
+    top_logprobs_source: Source | None = None
+    """The kind of the sets, `"distribution"` (the nucleus at the threshold `top_logprobs_p`) or `"sampler"`
+    (the tokens that the sampler could draw). None for a rollout without sets, and for a rollout whose sets
+    come from another inference engine."""
     weight_spans: WeightSpans | None = None
+    """Pairs `(version, number of tokens)` in output order, one for each run of tokens with the same weight
+    version. The numbers add up to T. Tokens that `extend` appended have the version "". The generated tokens
+    have several versions if weights were pushed while the engine was paused, or before the sample was
+    resumed. A rollout without sets has None instead of spans, because SGLang's own field `weight_versions`
+    can be off by one token for a request without sets."""
     routing_key: str = ""
-    top_logprobs_p: float | None = None
+    """A key that the client chose for the sample's prompt. The client sends the key as the header
+    `X-SMG-Routing-Key` of HTTP requests that hold only this prompt. Gateways send requests with the same key
+    to the same worker. The key's suffix identifies the server that generated the sample, so that `resume` can
+    use that server's prefix cache. If the key is unknown, `routing_key` is an empty string."""
+    top_logprobs_p: Probability | None = None
+    """The requested threshold p of the sets, or None if no threshold was requested."""
     sampling_params: Mapping[str, Any] | None = None
-    appended_spans: tuple[tuple[int, int], ...] = ()
+    """The sampling parameters that were sent, without `n`, or None if unknown. For a resumed sample, this
+    attribute holds the parameters given to `resume`."""
+    appended_spans: TokenRanges = ()
+    """`((start, end), ...)`, the ranges of `output_ids` that `extend` appended."""
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
@@ -113,7 +136,9 @@ class Rollout:
 
         This property is None if `weight_spans` is None.
         """
-        return None if self.weight_spans is None else expand_spans(self.weight_spans)
+        if self.weight_spans is None:
+            return None
+        return tuple(chain.from_iterable(repeat(version, count) for version, count in self.weight_spans))
 
     @property
     def loss_mask(self) -> NDArray[np.int8]:
@@ -190,51 +215,96 @@ class Rollout:
         return rollout_to_html(self)
 
 
-WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
-"""One pair `(version, number of tokens)` for each span, in the order of the tokens."""
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One scored sequence of L tokens. The tokens at positions `start` to L - 1 have log-probs.
 
-_FIELD = "weight_versions"
-
-
-def spans_to_json(spans: WeightSpans) -> list[dict[str, Any]]:
-    """Convert spans to the JSON value of SGLang's field `weight_versions`."""
-    objects = []
-    start = 0
-    for version, count in spans:
-        objects.append({"version": version, "start": start, "end": start + count})
-        start += count
-    return objects
-
-
-def spans_from_json(value: Any, num_tokens: int) -> WeightSpans | None:
-    """Convert the JSON value of SGLang's field `weight_versions` to spans, or a JSON null to None.
-
-    Raises:
-        WireError: the JSON value is malformed, or does not cover each of the `num_tokens` tokens exactly
-            once.
+    Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
+    Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
+    them.
     """
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise WireError(_FIELD, f"got {type(value).__name__}, expected a list")
-    spans: list[tuple[str, int]] = []
-    position = 0
-    for each in value:
-        if not isinstance(each, Mapping):
-            raise WireError(_FIELD, f"got {describe(each)}, expected an object with version, start, and end")
-        version, start, end = (each.get(name) for name in ("version", "start", "end"))
-        if not isinstance(version, str) or not is_text(version):
-            raise WireError(_FIELD, f"got {describe(version)} as a version, expected text")
-        if type(start) is not int or type(end) is not int or start != position or end < start:
-            raise WireError(
-                _FIELD, f"got tokens {describe(start)} to {describe(end)}, expected those from {position} on"
-            )
-        if end > start:
-            spans.append((version, end - start))
-        position = end
-    if position != num_tokens:
-        raise WireError(_FIELD, f"got versions of {describe(position)} tokens, expected {num_tokens}")
-    return tuple(spans)
+
+    sequence_index: int
+    """The index of the sequence in the request, from 0."""
+    request_id: str
+    """The engine's id of the request."""
+    token_ids: TokenIds = field(metadata={"count": "num_tokens"})
+    """int32 [L], the token ids of the whole sequence."""
+    start: int
+    """The first scored position, 1 to L, where L means that no position is scored."""
+    logprobs: Logprobs
+    """float32 [L - start], the natural log-prob of each token from `start` on, given all earlier tokens. The
+    log-probs are normalized over the full vocabulary."""
+    candidates: CandidateSets | None
+    """The L - start candidate sets of the scored positions, or None if the request did not ask for sets. In
+    the set of position t, the sampled token is `token_ids[t]`."""
+    weight_version: str | None
+    """The version of the weights that scored every position, as the engine reports it. SGLang before 0.5.19
+    reports the version that the engine has at the end of the request. If weights are pushed between the
+    scoring and the end of the request, these releases can report the version of the new weights."""
+    cached_tokens: int
+    """How many tokens before the first scored position came from the engine's prefix cache."""
+
+
+class Field(NamedTuple):
+    """A field of a result, as its class declares it.
+
+    Attributes:
+        name: the attribute's name.
+        type: the attribute's type, without None.
+        is_optional: whether the value may be None.
+        default: the default value, or `dataclasses.MISSING`.
+        count_name: for token ids, the name under which a record states their number; otherwise "".
+    """
+
+    name: str
+    type: Any
+    is_optional: bool
+    default: Any
+    count_name: str
+
+
+def _fields_of(result: type[Rollout | Score]) -> tuple[Field, ...]:
+    hints = get_type_hints(result, include_extras=True)
+    declared = []
+    for one in fields(result):
+        kinds = get_args(hints[one.name])
+        is_optional = NoneType in kinds
+        kind = kinds[0] if is_optional else hints[one.name]
+        kind = Count if kind is int else kind
+        declared.append(Field(one.name, kind, is_optional, one.default, one.metadata.get("count", "")))
+    return tuple(declared)
+
+
+FIELDS: dict[type[Rollout | Score], tuple[Field, ...]] = {one: _fields_of(one) for one in (Rollout, Score)}
+"""The fields that each result's class declares, in its order."""
+
+
+def scored_ids(result: Rollout | Score) -> TokenIds:
+    """Return the token ids that have log-probs and sets: int32 [T] of a rollout, or [L - start] of a
+    score."""
+    return result.token_ids[result.start :] if isinstance(result, Score) else result.output_ids
+
+
+def find_problems(result: Rollout | Score) -> Iterator[tuple[str, str]]:
+    """Yield `(field, problem)` for each field whose length or positions contradict the token ids."""
+    if isinstance(result, Score) and not 1 <= result.start <= len(result.token_ids):
+        yield "start", f"got {result.start}, expected 1 to {len(result.token_ids)}, the number of token_ids"
+    name = "positions" if isinstance(result, Score) else "output_ids"
+    num_tokens = len(scored_ids(result))
+    if len(result.logprobs) != num_tokens:
+        yield "logprobs", f"got {len(result.logprobs)} for {num_tokens} {name}"
+    if result.candidates is not None and len(result.candidates) != num_tokens:
+        yield "candidates", f"got {len(result.candidates)} positions for {num_tokens} {name}"
+    if isinstance(result, Score):
+        return
+    spans, end = result.weight_spans, 0
+    if spans is not None and sum(count for _, count in spans) != num_tokens:
+        yield "weight_spans", f"got {describe(spans)} for {num_tokens} output_ids"
+    for start, after in result.appended_spans:
+        if not end <= start < after <= num_tokens:
+            yield "appended_spans", f"got {start} to {after}, expected a range from {end} to {num_tokens}"
+        end = after
 
 
 def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
@@ -246,45 +316,6 @@ def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
         (version, count), *rest = second
         return (*first[:-1], (version, first[-1][1] + count), *rest)
     return (*first, *second)
-
-
-def expand_spans(spans: WeightSpans) -> tuple[str, ...]:
-    """Return the weight version of each token, one entry per token."""
-    return tuple(chain.from_iterable(repeat(version, count) for version, count in spans))
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """One scored sequence of L tokens. The tokens at positions `start` to L - 1 have log-probs.
-
-    Each log-prob comes from the model's own distribution at temperature 1, given all earlier tokens.
-    Penalties, logit bias, and grammars do not change the log-probs, even if the sequence was sampled with
-    them.
-
-    Attributes:
-        sequence_index: the index of the sequence in the request, from 0.
-        request_id: the engine's id of the request.
-        token_ids: int32 [L], the token ids of the whole sequence.
-        start: the first scored position, 1 to L, where L means that no position is scored.
-        logprobs: float32 [L - start], the natural log-prob of each token from `start` on, given all earlier
-            tokens. The log-probs are normalized over the full vocabulary.
-        candidates: the L - start candidate sets of the scored positions, or None if the request did not ask
-            for sets. In the set of position t, the sampled token is `token_ids[t]`.
-        weight_version: the version of the weights that scored every position, as the engine reports it.
-            SGLang before 0.5.19 reports the version that the engine has at the end of the request. If weights
-            are pushed between the scoring and the end of the request, these releases can report the version
-            of the new weights.
-        cached_tokens: how many tokens before the first scored position came from the engine's prefix cache.
-    """
-
-    sequence_index: int
-    request_id: str
-    token_ids: NDArray[np.int32]
-    start: int
-    logprobs: NDArray[np.float32]
-    candidates: CandidateSets | None
-    weight_version: str | None
-    cached_tokens: int
 
 
 def join_parts(first: Rollout, rest: Rollout) -> Rollout:

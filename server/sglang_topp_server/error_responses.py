@@ -39,7 +39,6 @@ from sglang_topp.errors import (
     ServerError,
     SglangToppError,
     TransportError,
-    WireError,
 )
 from sglang_topp_client.wire.error_json import error_to_json
 
@@ -88,12 +87,8 @@ def http_status(error: SglangToppError) -> int:
             return 400
         case MissingCandidateSetsError() | PatchError():
             return 503
-        case WireError():
-            return 502
         case RequestTimeoutError():
             return 504
-        case TransportError():
-            return 502
         case ResponseError(status=int(status)):
             return status
         case _:
@@ -102,6 +97,8 @@ def http_status(error: SglangToppError) -> int:
 
 def error_headers(error: SglangToppError) -> dict[str, str]:
     """Return the response headers of an error."""
+    if http_status(error) == 408:
+        return {"Connection": "close"}
     if isinstance(error, OverloadedError):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 1)))}
     if isinstance(error, ServerError) and error.status == 503:

@@ -1,4 +1,4 @@
-"""The limits of one sidecar: on request bodies, on samples in flight, and on the memory of unsent samples.
+"""The limits of one sidecar: on request bodies, samples in flight, and the memory of answers.
 
 The engine never waits for a slow caller. The sidecar takes each finished sample from it at once, and keeps
 the sample in memory until the caller reads it. A request without `stream` holds all of its samples until the
@@ -9,7 +9,7 @@ most ends with an error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 from starlette.datastructures import Headers
@@ -22,9 +22,11 @@ from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.settings import Limits
 
 __all__ = [
+    "LONG_BYTES",
     "BodyReader",
     "ConcurrencyLimit",
     "DisconnectedError",
+    "LongMessageSlots",
     "MemoryLimit",
     "MemoryShare",
     "num_bytes_of",
@@ -243,3 +245,63 @@ class MemoryLimit:
             " send the request again later",
             retry_after_s=1.0,
         )
+
+
+LONG_BYTES = 1 << 20
+"""The length, in bytes, above which one of the engine's lines counts as long."""
+
+_STUCK_S = 5.0
+
+
+class LongMessageSlots:
+    """A limit on the number of the engine's long lines that are read at once.
+
+    The engine sends each finished sample as one line, which holds all of its candidate sets and can be
+    decoded only after its last byte. `MemoryLimit` counts a sample only then. So once more than `LONG_BYTES`
+    of a line have arrived, the sidecar reads on only while the line holds one of a few slots. The unread part
+    of a line that waits stays on the engine.
+
+    Args:
+        num_slots: the number of slots. If no byte of any long line arrives for 5 s, the lines that wait are
+            read without a slot, because a line that never ends would block them.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = asyncio.Semaphore(num_slots)
+        self._num_steps = 0
+
+    async def throttle(self, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of an answer as they arrive, and wait for a slot inside of each long line."""
+        num_bytes, is_long, has_slot = 0, False, False
+        try:
+            async for data in body:
+                if is_long:
+                    self._num_steps += 1
+                yield data
+                if end := data.rfind(b"\n") + 1:  # the reader has taken the line
+                    if has_slot:
+                        self._leave()
+                    num_bytes, is_long, has_slot = -end, False, False
+                num_bytes += len(data)
+                if num_bytes > LONG_BYTES and not is_long:
+                    is_long = True
+                    has_slot = await self._enter()
+        finally:
+            if has_slot:
+                self._leave()
+
+    async def _enter(self) -> bool:
+        """Wait for a slot, and return whether there was one before the long lines got stuck."""
+        while True:
+            num_steps = self._num_steps
+            try:
+                async with asyncio.timeout(_STUCK_S):
+                    await self._free.acquire()
+                return True
+            except TimeoutError:
+                if self._num_steps == num_steps:
+                    return False
+
+    def _leave(self) -> None:
+        self._num_steps += 1
+        self._free.release()

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.batch.write_ragged_rows import as_integers
+from sglang_topp.batch.ragged_rows import as_integers
 from sglang_topp.candidates import NO_TOKEN, CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import InvalidInputError
@@ -63,21 +63,7 @@ class BatchCandidateSets:
             InvalidInputError: some rows with candidates have log-probs, and other rows with candidates have
                 none.
         """
-        if not rows:
-            return cls(CandidateSets.empty(0), np.zeros(1, np.int64))
-        row_offsets = offsets_of([len(row.sampled_ids) for row in rows])
-        # Shift each row's offsets by the number of candidates in earlier rows.
-        offsets = np.zeros(row_offsets[-1] + 1, np.int64)
-        np.concatenate([row.offsets[1:] for row in rows], out=offsets[1:])
-        before = offsets_of([len(row.token_ids) for row in rows])[:-1]
-        offsets[1:] += np.repeat(before, np.diff(row_offsets))
-        sets = CandidateSets.unchecked(
-            np.concatenate([row.token_ids for row in rows]),
-            CandidateSets._concat_logprobs("candidates", rows),
-            offsets,
-            np.concatenate([row.sampled_ids for row in rows]),
-        )
-        return cls(sets, row_offsets)
+        return cls(CandidateSets.concat(rows, "candidates"), offsets_of([len(row) for row in rows]))
 
     def __len__(self) -> int:
         """Return the number of rows B."""
@@ -99,8 +85,7 @@ class BatchCandidateSets:
     @property
     def nbytes(self) -> int:
         """The total size, in bytes, of the arrays that a transfer to another process sends."""
-        sets = self.sets
-        arrays = (*sets._arrays(), self.row_offsets)
+        arrays = (*self.sets._arrays(), self.row_offsets)
         return sum(array.nbytes for array in arrays if array is not None)
 
     @overload
@@ -139,7 +124,7 @@ class BatchCandidateSets:
         candidates = sets.offsets[self.row_offsets]  # the index of each row's first candidate
         taken = CandidateSets.unchecked(
             cut(sets.token_ids, candidates, index),
-            cut(sets.logprobs, candidates, index) if sets.has_logprobs else None,
+            None if sets._logprobs is None else cut(sets._logprobs, candidates, index),
             offsets_of(cut(sets.sizes, self.row_offsets, index)),
             cut(sets.sampled_ids, self.row_offsets, index),
         )
@@ -179,16 +164,13 @@ class BatchCandidateSets:
                 f"row {i} of {self.lengths[i]} positions: cannot lie at row {lines[i]}, column {columns[i]}"
                 f" of a {num_rows} x {width} field, after the row before it"
             )
-        sizes = np.zeros(num_rows * width + 1, np.int64)
-        sampled = np.full(num_rows * width, NO_TOKEN, np.int32)
+        sizes, sampled = np.zeros(num_rows * width, np.int64), np.full(num_rows * width, NO_TOKEN, np.int32)
         bounds = self.row_offsets.tolist()
-        for i, at in enumerate(first.tolist()):
-            low, high = bounds[i], bounds[i + 1]
-            sizes[at + 1 : at + 1 + high - low] = self.sets.sizes[low:high]
+        for at, low, high in zip(first.tolist(), bounds[:-1], bounds[1:], strict=True):
+            sizes[at : at + high - low] = self.sets.sizes[low:high]
             sampled[at : at + high - low] = self.sets.sampled_ids[low:high]
-        np.cumsum(sizes, out=sizes)
-        placed = CandidateSets.unchecked(self.sets.token_ids, self.sets._logprobs, sizes, sampled)
-        return BatchCandidateSets(placed, np.arange(num_rows + 1, dtype=np.int64) * width)
+        sets = CandidateSets.unchecked(self.sets.token_ids, self.sets._logprobs, offsets_of(sizes), sampled)
+        return BatchCandidateSets(sets, np.arange(num_rows + 1, dtype=np.int64) * width)
 
 
 def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:

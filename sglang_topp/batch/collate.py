@@ -20,33 +20,42 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict, cast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.sample_validation import (
-    RolloutLike,
-    Rollouts,
-    check_sets_match_responses,
-    read_examples,
-    read_rollouts,
-    rollout_columns,
-)
-from sglang_topp.batch.write_ragged_rows import (
+from sglang_topp.batch.ragged_rows import (
     RaggedRows,
-    as_integer,
+    as_integers,
+    check_lengths,
+    count_rows,
     field_dtype,
-    right_align,
-    right_ones,
-    write_row,
+    filled,
+    mask_rows,
+    row_lengths,
+    to_host,
+    write_ones,
+    write_rows,
 )
 from sglang_topp.candidates import CandidateSets
+from sglang_topp.errors import InvalidInputError
 
-__all__ = ["RLBatch", "SFTBatch", "collate_rl", "collate_rollouts", "collate_sft"]
+__all__ = [
+    "RLBatch",
+    "RolloutLike",
+    "Rollouts",
+    "SFTBatch",
+    "collate_rl",
+    "collate_rollouts",
+    "collate_sft",
+    "read_examples",
+    "rollout_columns",
+]
 
 
 class RLBatch(TypedDict):
@@ -91,6 +100,33 @@ class SFTBatch(TypedDict):
     float32 and divided by its sum over the batch."""
 
 
+class RolloutLike(Protocol):
+    """The attributes of `sglang_topp_client.Rollout` that `collate_rollouts` reads."""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """int32 [P_i]: the prompt's tokens."""
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        """int32 [R_i]: the response's tokens: generated tokens, and tokens that tools appended."""
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """float32 [R_i]: each token's log-prob over the vocabulary, or 0 for tokens that tools appended."""
+
+    @property
+    def loss_mask(self) -> NDArray[np.int8]:
+        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended.
+
+        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
+        """
+
+    @property
+    def candidates(self) -> CandidateSets | None:
+        """The candidate sets of the R_i response tokens, or None if no sets were requested."""
+
+
 def collate_rl(
     prompts: RaggedRows,
     responses: RaggedRows,
@@ -131,10 +167,24 @@ def collate_rl(
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
     """
-    samples = read_rollouts(
+    samples = Rollouts.of(
         prompts, responses, rewards, loss_masks, logprobs, candidates, fields, RLBatch.__annotations__
     )
-    return _collate(samples, pad_token_id, max_seq_len)
+    totals, rows = samples.prompt_lengths + samples.lengths, np.arange(1, len(prompts) + 1)
+    longest, width = int(totals.max()), int(samples.lengths.max())
+    first, shape = rows * longest - totals, (len(prompts), longest)
+    sequences = filled(shape, pad_token_id)
+    scored = samples.write(sequences, first, rows * width - samples.lengths, (len(prompts), width))
+    batch = cast(
+        RLBatch,
+        {
+            "sequences": torch.from_numpy(sequences),
+            "attention_mask": torch.from_numpy(write_ones(first, totals, shape)),
+            **scored,
+        },
+    )
+    _warn_if_long(batch, max_seq_len)
+    return batch
 
 
 def collate_rollouts(
@@ -172,50 +222,177 @@ def collate_rollouts(
         UserWarning: a sample is longer than `max_seq_len`.
     """
     columns = rollout_columns(rollouts, rewards, candidates)
-    samples = read_rollouts(**columns, fields=fields, own_names=RLBatch.__annotations__)
-    return _collate(samples, pad_token_id, max_seq_len)
+    batch = collate_rl(**columns, fields=fields, pad_token_id=pad_token_id)
+    _warn_if_long(batch, max_seq_len)
+    return batch
 
 
-def _collate(samples: Rollouts, pad_token_id: int, max_seq_len: int | None) -> RLBatch:
-    totals, actions = samples.prompt_lengths + samples.response_lengths, samples.response_lengths
-    longest, width = int(totals.max()), int(actions.max())
+def _warn_if_long(batch: RLBatch, max_seq_len: int | None) -> None:
+    """Warn the caller of the function that calls this one."""
+    longest = batch["sequences"].shape[1]
     if max_seq_len is not None and longest > max_seq_len:
-        i = int(totals.argmax())
         warnings.warn(
-            f"sample {i} has {longest} tokens, more than max_seq_len {max_seq_len}; nothing is cut,"
-            " check the limits of the rollout",
+            f"sample {int(batch['attention_mask'].sum(1).argmax())} has {longest} tokens, more than"
+            f" max_seq_len {max_seq_len}; nothing is cut, check the limits of the rollout",
             stacklevel=3,
         )
-    sequences = _padding(totals, longest, pad_token_id)
-    middles = (longest - actions).tolist()
-    for i, (line, prompt, response) in enumerate(
-        zip(sequences, samples.prompts, samples.responses, strict=True)
-    ):
-        middle = middles[i]
-        write_row(line[middle - len(prompt) : middle], prompt, "prompts", i)
-        write_row(line[middle:], response, "responses", i)
-    if samples.candidates is not None:
-        ids = np.concatenate([line[middle:] for line, middle in zip(sequences, middles, strict=True)])
-        check_sets_match_responses(samples.candidates, ids, samples.loss_masks)
-    batch: RLBatch = {
-        "sequences": torch.from_numpy(sequences),
-        "attention_mask": torch.from_numpy(right_ones(totals, longest)),
-        "response_mask": torch.from_numpy(right_ones(actions, width)),
-        "loss_mask": torch.from_numpy(
-            right_align("loss_masks", samples.loss_masks, actions, width, np.float32)
-        ),
-        "rewards": torch.from_numpy(right_align("rewards", samples.rewards, actions, width, np.float32)),
-    }
-    if samples.logprobs is not None:
-        batch["logprobs"] = torch.from_numpy(
-            right_align("logprobs", samples.logprobs, actions, width, np.float32)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Checked RL samples in host memory. Row i of `prompts` has P_i values, and of the other fields R_i."""
+
+    prompts: RaggedRows
+    responses: RaggedRows
+    scored: dict[str, tuple[RaggedRows, type[np.generic]]]
+    """The batch's fields with one value per response token, by name: their rows and their dtype."""
+    candidates: BatchCandidateSets | None
+    prompt_lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        prompts: RaggedRows,
+        responses: RaggedRows,
+        rewards: RaggedRows,
+        loss_masks: RaggedRows,
+        logprobs: RaggedRows | None,
+        candidates: Sequence[CandidateSets] | None,
+        fields: Mapping[str, RaggedRows] | None,
+        own_names: Collection[str],
+    ) -> Rollouts:
+        """Check the arguments of `collate_rl`. No name in `fields` may be in `own_names`."""
+        prompt_lengths = row_lengths("prompts", prompts)
+        lengths = row_lengths("responses", responses, "prompts", len(prompt_lengths))
+        if (empty := np.flatnonzero((prompt_lengths == 0) & (lengths > 0))).size:
+            raise InvalidInputError(
+                f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it"
+                " with the tokenizer's first special token"
+            )
+        check_lengths("rewards", rewards, lengths, "responses")
+        check_lengths("loss_masks", loss_masks, lengths, "responses")
+        scored: dict[str, tuple[RaggedRows, type[np.generic]]] = {
+            "loss_mask": (mask_rows("loss_masks", loss_masks), np.float32),
+            "rewards": (to_host(rewards), np.float32),
+        }
+        if logprobs is not None:
+            check_lengths("logprobs", logprobs, lengths, "responses")
+            scored["logprobs"] = to_host(logprobs), np.float32
+        for name, given in (fields or {}).items():
+            if name in own_names:
+                raise InvalidInputError(
+                    f"fields: got {name!r}, which is a field of the batch; choose another name"
+                )
+            check_lengths(name, given, lengths, "responses")
+            rows = to_host(given)
+            scored[name] = rows, field_dtype(rows)
+        sets = None
+        if candidates is not None:
+            check_lengths("candidates", candidates, lengths, "responses")
+            for i, one in enumerate(candidates):
+                if not isinstance(one, CandidateSets):
+                    raise InvalidInputError(
+                        f"candidates[{i}]: got {type(one).__name__}, expected CandidateSets"
+                    )
+            sets = BatchCandidateSets.from_rows(candidates)
+        return cls(to_host(prompts), to_host(responses), scored, sets, prompt_lengths, lengths)
+
+    def write(
+        self,
+        sequences: NDArray[np.int64],
+        first: NDArray[np.int64],
+        scored: NDArray[np.int64],
+        shape: tuple[int, int],
+    ) -> dict[str, Any]:
+        """Write the tokens to `sequences`, and return the batch's other RL fields, as tensors of `shape`.
+
+        Args:
+            sequences: int64, already filled with padding.
+            first: int64 [B], the index of each prompt's first token in the flattened `sequences`.
+            scored: int64 [B], the index of each response's first value in the other fields, flattened.
+        """
+        responses = first + self.prompt_lengths
+        write_rows("prompts", self.prompts, first, sequences)
+        write_rows("responses", self.responses, responses, sequences)
+        batch: dict[str, Any] = {"response_mask": torch.from_numpy(write_ones(scored, self.lengths, shape))}
+        for name, (rows, dtype) in self.scored.items():
+            batch[name] = torch.from_numpy(write_rows(name, rows, scored, np.zeros(shape, dtype)))
+        if self.candidates is not None:
+            spans = zip(responses.tolist(), (responses + self.lengths).tolist(), strict=True)
+            flat = sequences.reshape(-1)
+            self._check_sets(self.candidates, np.concatenate([flat[start:stop] for start, stop in spans]))
+            batch["candidates"] = self.candidates
+        return batch
+
+    def _check_sets(self, candidates: BatchCandidateSets, ids: NDArray[np.int64]) -> None:
+        """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
+
+        `ids` are the responses' tokens, sample after sample.
+        """
+
+        def where(position: int) -> tuple[int, int]:
+            row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
+            return row, position - int(candidates.row_offsets[row])
+
+        sets = candidates.sets
+        replayed = sets.sizes > 0
+        if (wrong := np.flatnonzero(replayed & (sets.sampled_ids != ids))).size:
+            row, t = where(int(wrong[0]))
+            raise InvalidInputError(
+                f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[wrong[0]]},"
+                f" but responses[{row}][{t}] is {ids[wrong[0]]}"
+            )
+        if (wrong := np.flatnonzero(~replayed & (np.concatenate(self.scored["loss_mask"][0]) != 0))).size:
+            row, t = where(int(wrong[0]))
+            raise InvalidInputError(
+                f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
+                " policy did not sample that token"
+            )
+
+
+def rollout_columns(
+    rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
+) -> dict[str, Any]:
+    """Check the arguments of `collate_rollouts`, and convert them to the first six of `collate_rl`."""
+    if not count_rows("rollouts", rollouts, "a sequence of rollouts"):
+        raise InvalidInputError("rollouts: got none, expected at least one")
+    if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:
+        raise InvalidInputError(f"rollouts[{i}]: got {type(rollouts[i]).__name__}, expected a Rollout")
+    own = [one.candidates for one in rollouts]
+    with_sets = [sets for sets in own if sets is not None]
+    if with_sets and len(with_sets) < len(own):
+        raise InvalidInputError(
+            f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)} rollouts"
+            " have them; expected sets in all or in none"
         )
-    if samples.candidates is not None:
-        batch["candidates"] = samples.candidates
-    for name, rows in samples.fields.items():
-        values = right_align(name, rows, actions, width, field_dtype(rows))
-        cast(dict[str, Any], batch)[name] = torch.from_numpy(values)
-    return batch
+    if candidates is None and with_sets:
+        candidates = with_sets
+    return {
+        "prompts": [one.prompt_ids for one in rollouts],
+        "responses": [one.output_ids for one in rollouts],
+        "rewards": _per_token(rewards, [len(one.output_ids) for one in rollouts]),
+        "loss_masks": [one.loss_mask for one in rollouts],
+        "logprobs": [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
+        "candidates": candidates,
+    }
+
+
+def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
+    """Return each rollout's rewards per token. If a reward is one number, every token gets the number."""
+    if (num_rewards := count_rows("rewards", rewards, "one entry per rollout")) != len(lengths):
+        raise InvalidInputError(f"rewards: got {num_rewards}, expected {len(lengths)}, one per rollout")
+    rows: list[Any] = []
+    for i, (reward, length) in enumerate(zip(to_host(rewards), lengths, strict=True)):
+        if np.ndim(reward):
+            rows.append(reward)
+        elif np.asarray(reward).dtype.kind in "biuf":
+            rows.append(np.full(length, reward, np.float64))
+        else:
+            raise InvalidInputError(
+                f"rewards[{i}]: got {rewards[i]!r}, expected a number, or one number per token"
+            )
+    return rows
 
 
 def collate_sft(
@@ -242,31 +419,44 @@ def collate_sft(
         InvalidInputError: lengths do not match, or a value has the wrong type. The message names the field
             and the sample.
     """
-    samples = read_examples(input_ids, num_actions, loss_masks)
-    longest, width = int(samples.lengths.max()), int(samples.num_actions.max())
-    sequences = _padding(samples.lengths, longest, pad_token_id)
-    for i, (line, ids) in enumerate(zip(sequences, samples.ids, strict=True)):
-        write_row(line[longest - len(ids) :], ids, "input_ids", i)
-    dtype = np.float32 if normalize_loss_mask else np.int64
-    loss_mask = right_align("loss_masks", samples.loss_masks, samples.num_actions, width, dtype)
+    ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
+    rows, longest, width = np.arange(1, len(ids) + 1), int(lengths.max()), int(mask_lengths.max())
+    first, shape = rows * longest - lengths, (len(ids), longest)
+    sequences = filled(shape, pad_token_id)
+    loss_mask = np.zeros((len(ids), width), np.float32 if normalize_loss_mask else np.int64)
+    write_rows("loss_masks", masks, rows * width - mask_lengths, loss_mask)
     if normalize_loss_mask:
         loss_mask *= 1 / max(1, int(np.count_nonzero(loss_mask)))
     return {
-        "sequences": torch.from_numpy(sequences),
-        "attention_mask": torch.from_numpy(right_ones(samples.lengths, longest)),
+        "sequences": torch.from_numpy(write_rows("input_ids", ids, first, sequences)),
+        "attention_mask": torch.from_numpy(write_ones(first, lengths, shape)),
         "loss_mask": torch.from_numpy(loss_mask),
     }
 
 
-def _padding(lengths: NDArray[np.int64], width: int, pad_token_id: int) -> NDArray[np.int64]:
-    """Return int64 [B, width], with `pad_token_id` in all but the last `lengths[i]` columns of row i.
+def read_examples(
+    input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None
+) -> tuple[RaggedRows, list[NDArray[np.int8]], NDArray[np.int64], NDArray[np.int64]]:
+    """Check the arguments of `collate_sft`, and return `(ids, masks, lengths of ids, lengths of masks)`.
 
-    The caller must write the last `lengths[i]` columns of each row i.
+    A mask covers the last ids of its sample. It never covers the first, because nothing predicts it.
     """
-    pad_token_id = as_integer("pad_token_id", pad_token_id)
-    if pad_token_id == 0:
-        return np.zeros((len(lengths), width), np.int64)  # `np.zeros` is faster than filling `np.empty`
-    out = np.empty((len(lengths), width), np.int64)
-    for line, start in zip(out, (width - lengths).tolist(), strict=True):
-        line[:start] = pad_token_id
-    return out
+    lengths = row_lengths("input_ids", input_ids)
+    actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    if len(actions) != len(lengths):
+        raise InvalidInputError(
+            f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
+        )
+    if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
+        )
+    if loss_masks is None:
+        masks = [np.ones(count, np.int8) for count in actions.tolist()]
+    else:
+        check_lengths("loss_masks", loss_masks, actions, "num_actions")
+        masks = mask_rows("loss_masks", loss_masks)
+    trained = np.minimum(actions, np.maximum(lengths - 1, 0))
+    masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
+    return to_host(input_ids), masks, lengths, trained

@@ -1,11 +1,13 @@
 """Split a batch into micro-batches within a token budget, assign them to ranks, and join their results.
 
-Shape legend: B is the number of rows of a batch.
+Shape legend: B is the number of rows of a batch. n samples are packed; a sample's footprint is its number of
+tokens, including padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.batch.bin_packing import deal_bins
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
-from sglang_topp.batch.write_ragged_rows import as_integers
+from sglang_topp.batch.ragged_rows import as_integers
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["MicroBatches", "split_micro_batches", "take_batch"]
+__all__ = ["MicroBatches", "deal_bins", "first_fit_decreasing", "split_micro_batches", "take_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,7 @@ class MicroBatches:
 def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) -> MicroBatches:
     """Split B rows into micro-batches of at most `max_tokens` tokens.
 
-    `bin_packing.deal_bins` packs the rows. Every rank gets about the same number of tokens. Every rank gets
+    `deal_bins` packs the rows. Every rank gets about the same number of tokens. Every rank gets
     the same number of micro-batches, because all ranks must take part in collective operations.
 
     Args:
@@ -130,3 +131,96 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
 def _like(batch: Any, taken: NestedBatch) -> Any:
     """Convert the selected rows `taken` to the type of `batch`."""
     return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)
+
+
+# -- bin packing --------------------------------------------------------------------------------------------
+
+
+def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Put each sample, from the largest to the smallest, into the first bin with room.
+
+    Samples of equal size keep their order.
+
+    Args:
+        footprints: int64 [n], each sample's number of tokens with padding, from 0 to `capacity`.
+        capacity: the most tokens that a bin may hold.
+
+    Returns:
+        The bins, as lists of sample indices. There are at most 11/9 k + 6/9 bins, where k is the smallest
+        number of bins that can hold all samples.
+
+    Raises:
+        InvalidInputError: a value of `footprints` is negative or above `capacity`. The error message names
+            the sample.
+    """
+    if (wrong := np.flatnonzero((footprints > capacity) | (footprints < 0))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"sample {i}: needs {footprints[i]} tokens, padding included, expected at most {capacity}"
+        )
+    bins: list[list[int]] = []
+    room = np.full(len(footprints), capacity)
+    for i in np.argsort(-footprints, kind="stable").tolist():
+        at = int((room[: len(bins) + 1] >= footprints[i]).argmax())
+        if at == len(bins):
+            bins.append([])
+        bins[at].append(i)
+        room[at] -= footprints[i]
+    return bins
+
+
+def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[list[list[int]]]:
+    """Pack samples into bins of about equal size, with the same number of bins for every rank.
+
+    The function makes as many bins as first-fit decreasing needs, rounded up to a multiple of `ranks`. Each
+    sample, from the largest to the smallest, goes into the emptiest bin. If the emptiest bin has no room for
+    a sample, the function packs all samples by first-fit decreasing instead. In this case, the function then
+    splits bins until the number of bins is a multiple of `ranks`. Each split divides the fullest bin that
+    holds at least two samples. A bin is empty only if there are fewer samples than bins.
+
+    The bins are assigned to the ranks, the fullest bin first. Each bin goes to the rank with the fewest
+    tokens among the ranks that still need a bin.
+
+    Returns:
+        A list of bins for each rank, the fullest bin first. All ranks process their k-th bins at the same
+        time.
+
+    Raises:
+        InvalidInputError: a value of `footprints` is negative or above `capacity`, or `ranks` is below 1.
+    """
+    if ranks < 1:
+        raise InvalidInputError(f"ranks: got {ranks}, expected 1 or more")
+    sizes = footprints.tolist()
+    bins = first_fit_decreasing(footprints, capacity)
+    count = -(-len(bins) // ranks) * ranks
+    even = _spread(range(len(sizes)), sizes, count)
+    fits = all(_load(members, sizes) <= capacity for members in even)
+    bins = even if fits else bins
+    while len(bins) < count:
+        # With at most `count` samples, each has a bin of its own, so here some bin has several.
+        fullest = max((members for members in bins if len(members) > 1), key=lambda one: _load(one, sizes))
+        bins.remove(fullest)
+        bins += _spread(fullest, sizes, 2)
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, rank) for rank in range(ranks)]
+    for members in sorted(bins, key=lambda members: -_load(members, sizes)):
+        load, rank = heapq.heappop(open_ranks)
+        dealt[rank].append(members)
+        if len(dealt[rank]) < len(bins) // ranks:
+            heapq.heappush(open_ranks, (load + _load(members, sizes), rank))
+    return dealt
+
+
+def _load(members: list[int], sizes: list[int]) -> int:
+    return sum(sizes[i] for i in members)
+
+
+def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[int]]:
+    """Put each sample of `members`, from the largest to the smallest, into the emptiest bin."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, at) for at in range(count)]
+    for i in sorted(members, key=lambda i: (-sizes[i], i)):
+        load, held, at = heap[0]
+        bins[at].append(i)
+        heapq.heapreplace(heap, (load + sizes[i], held + 1, at))
+    return bins

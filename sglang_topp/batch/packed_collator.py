@@ -27,19 +27,12 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.bin_packing import deal_bins
-from sglang_topp.batch.sample_validation import (
-    RolloutLike,
-    Rollouts,
-    check_sets_match_responses,
-    read_examples,
-    read_rollouts,
-    rollout_columns,
-)
-from sglang_topp.batch.write_ragged_rows import RaggedRows, as_integer, field_dtype, write_row
+from sglang_topp.batch.collate import RolloutLike, Rollouts, read_examples, rollout_columns
+from sglang_topp.batch.micro_batches import deal_bins
+from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, write_ones, write_rows
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.row_selection import Layout
@@ -90,46 +83,11 @@ class PackedBatch(TypedDict):
     Present only if candidate sets were passed."""
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """The place of every sample: sample `order[k]` starts in row `rows[k]` at column `starts[k]`.
-
-    `order` lists the samples row by row. `lengths` holds each sample's number of tokens, in the caller's
-    order.
-    """
-
-    order: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    num_rows: int
-    width: int
-    row_lengths: NDArray[np.int64]
-
-    def gaps(self) -> NDArray[np.int64]:
-        """Find the elements that no sample covers, and return their indices in the flattened [N, W] field."""
-        first = self.rows * self.width + self.starts
-        stop = first + self.lengths[self.order]
-        sizes = np.append(first[1:], self.num_rows * self.width) - stop
-        before = np.cumsum(sizes) - sizes
-        return np.repeat(stop - before, sizes) + np.arange(sizes.sum())
-
-    def spans(self, skip: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """Return one tuple `(i, first, stop)` per sample i: a slice of a flattened [N, W] field.
-
-        The slice `first:stop` begins `skip[i]` elements after the first element of sample i, and has
-        `lengths[i]` elements.
-        """
-        first = self.rows * self.width + self.starts + skip[self.order]
-        stop = first + lengths[self.order]
-        return list(zip(self.order.tolist(), first.tolist(), stop.tolist(), strict=True))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackedCollator:
     """A collator that packs samples into rows of at most `max_tokens` columns.
 
-    `bin_packing.deal_bins` assigns the samples to rows by the samples' padded lengths.
+    `deal_bins` of `micro_batches.py` assigns the samples to rows by the samples' padded lengths.
 
     Args:
         max_tokens: the maximum number of columns in a row, including alignment padding.
@@ -200,18 +158,13 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
         """
-        examples = read_examples(input_ids, num_actions, loss_masks)
-        packing = self._pack("input_ids", examples.lengths)
-        whole = packing.spans(np.zeros_like(examples.lengths), examples.lengths)
-        batch, sequences = self._common(packing, whole)
-        for i, first, stop in whole:
-            write_row(sequences[first:stop], examples.ids[i], "input_ids", i)
-        losses = batch["loss_mask"].numpy()
-        flat = losses.reshape(-1)
-        for i, _, stop in whole:
-            mask = examples.loss_masks[i]
-            flat[stop - 1 - len(mask) : stop - 1] = mask
-        losses *= 1 / max(1, int(np.count_nonzero(flat)))
+        ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
+        batch, first = self._pack("input_ids", lengths)
+        write_rows("input_ids", ids, first, batch["sequences"].numpy())
+        losses = write_rows(
+            "loss_masks", masks, first + lengths - 1 - mask_lengths, batch["loss_mask"].numpy()
+        )
+        losses *= 1 / max(1, int(np.count_nonzero(losses)))
         return batch
 
     def collate_rl(
@@ -231,10 +184,17 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rl`), a sample is empty,
                 or a sample is longer than `max_tokens` after alignment.
         """
-        samples = read_rollouts(
+        samples = Rollouts.of(
             prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
         )
-        return self._pack_rollouts(samples)
+        batch, first = self._pack("prompts", samples.prompt_lengths + samples.lengths)
+        scored, sequences = first + samples.prompt_lengths - 1, batch["sequences"].numpy()
+        cast(dict[str, Any], batch).update(samples.write(sequences, first, scored, sequences.shape))
+        if "candidates" in batch:
+            order = torch.cat(batch["samples"]).numpy()
+            into, starts = np.divmod(scored[order], sequences.shape[1])
+            batch["candidates"] = batch["candidates"].take(order).place(into, starts, sequences.shape)
+        return batch
 
     def collate_rollouts(
         self,
@@ -250,121 +210,55 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rollouts`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
         """
-        columns = rollout_columns(rollouts, rewards, candidates)
-        samples = read_rollouts(**columns, fields=fields, own_names=PackedBatch.__annotations__)
-        return self._pack_rollouts(samples)
+        return self.collate_rl(**rollout_columns(rollouts, rewards, candidates), fields=fields)
 
-    def _pack_rollouts(self, samples: Rollouts) -> PackedBatch:
-        prompt_lengths, lengths = samples.prompt_lengths, samples.response_lengths
-        packing = self._pack("prompts", prompt_lengths + lengths)
-        nothing = np.zeros_like(prompt_lengths)
-        batch, sequences = self._common(packing, packing.spans(nothing, packing.lengths))
-        for i, first, stop in packing.spans(nothing, prompt_lengths):
-            write_row(sequences[first:stop], samples.prompts[i], "prompts", i)
-        scored = packing.spans(prompt_lengths - 1, lengths)
-        for i, first, stop in scored:
-            write_row(sequences[first + 1 : stop + 1], samples.responses[i], "responses", i)
-        if samples.candidates is not None:
-            ids = np.empty(lengths.sum(), np.int64)
-            ends = np.cumsum(lengths).tolist()
-            for i, first, stop in scored:
-                ids[ends[i] - (stop - first) : ends[i]] = sequences[first + 1 : stop + 1]
-            check_sets_match_responses(samples.candidates, ids, samples.loss_masks)
-            batch["candidates"] = samples.candidates.take(packing.order).place(
-                packing.rows,
-                packing.starts + prompt_lengths[packing.order] - 1,
-                (packing.num_rows, packing.width),
-            )
+    def _pack(self, name: str, lengths: NDArray[np.int64]) -> tuple[PackedBatch, NDArray[np.int64]]:
+        """Return a batch without tokens and losses, and the index of each sample's first column, flattened.
 
-        shape = (packing.num_rows, packing.width)
-        response_mask = np.zeros(shape, np.int64)
-        flat_mask = response_mask.reshape(-1)
-        for _, first, stop in scored:
-            flat_mask[first:stop] = 1
-        batch["response_mask"] = torch.from_numpy(response_mask)
-        losses = batch["loss_mask"].numpy().reshape(-1)
-        for i, first, stop in scored:
-            losses[first:stop] = samples.loss_masks[i]
-
-        def place(name: str, rows: RaggedRows, dtype: DTypeLike = np.float32) -> torch.Tensor:
-            out = np.zeros(shape, dtype)
-            flat = out.reshape(-1)
-            for i, first, stop in scored:
-                write_row(flat[first:stop], rows[i], name, i)
-            return torch.from_numpy(out)
-
-        batch["rewards"] = place("rewards", samples.rewards)
-        if samples.logprobs is not None:
-            batch["logprobs"] = place("logprobs", samples.logprobs)
-        for name, rows in samples.fields.items():
-            cast(dict[str, Any], batch)[name] = place(name, rows, field_dtype(rows))
-        return batch
-
-    def _pack(self, name: str, lengths: NDArray[np.int64]) -> _Packing:
+        `lengths` holds each sample's number of tokens. `name` is the field that has them.
+        """
         if (empty := np.flatnonzero(lengths == 0)).size:
             raise InvalidInputError(f"{name}[{empty[0]}]: is empty, expected at least one token to pack")
         footprints = _round_up(lengths, self.sequence_multiple)
         capacity = self.max_tokens // self.row_multiple * self.row_multiple
-        shards = deal_bins(footprints, capacity, self.dp_size)
-        bins = [members for shard in shards for members in shard]
-        counts = np.array([len(members) for members in bins])
-        order = np.concatenate([np.array(members, np.int64) for members in bins])
-        rows = np.repeat(np.arange(len(bins)), counts)
-        ends = np.cumsum(footprints[order])
-        # `before[row]` is the number of columns that samples take in all rows before `row`.
-        before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]
-        starts = ends - footprints[order] - before[rows]
-        filled = np.bincount(rows, weights=footprints[order], minlength=len(bins)).astype(np.int64)
-        row_lengths = _round_up(np.maximum(filled, 1), self.row_multiple)
-        width = int(row_lengths.max())
+        dealt = [bin_ for shard in deal_bins(footprints, capacity, self.dp_size) for bin_ in shard]
+        bins = [np.array(members, np.int64) for members in dealt]
+        ends = [np.cumsum(footprints[members]) for members in bins]
+        columns = [stops - footprints[members] for stops, members in zip(ends, bins, strict=True)]
+        # A row without samples gets one padding token as its sequence, so that attention returns finite
+        # values.
+        filled_columns = np.array([stops[-1] if len(stops) else 1 for stops in ends])
+        row_lengths = _round_up(filled_columns, self.row_multiple)
+        shape = (len(bins), int(row_lengths.max()))
         if self.pp_size > 1:
-            row_lengths[:] = width
-        return _Packing(order, rows, starts, lengths, len(bins), width, row_lengths)
-
-    def _common(
-        self, packing: _Packing, spans: list[tuple[int, int, int]]
-    ) -> tuple[PackedBatch, NDArray[np.int64]]:
-        """Return the fields that all packed batches have, and a flat view of `sequences`.
-
-        `sequences` does not contain the samples' tokens yet. The caller writes the tokens to the flat view.
-        """
-        shape, gaps = (packing.num_rows, packing.width), packing.gaps()
-        # Samples cover nearly all columns of the packed rows. To halve the memory traffic, write the padding
-        # values only to the columns that no sample covers.
+            row_lengths[:] = shape[1]
+        first = np.empty_like(lengths)
+        for row, (members, starts) in enumerate(zip(bins, columns, strict=True)):
+            first[members] = row * shape[1] + starts
+        is_token = write_ones(first, lengths, shape, np.bool_)
+        # Samples cover nearly all columns, so write the padding only to the others.
         sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        attention_mask = np.ones(shape, np.int64)
-        sequences.reshape(-1)[gaps] = self.pad_token_id
-        attention_mask.reshape(-1)[gaps] = 0
-        flat_positions, count = position_ids.reshape(-1), np.arange(packing.lengths.max())
-        flat_positions[gaps] = 0
-        for _, first, stop in spans:
-            flat_positions[first:stop] = count[: stop - first]
-
-        edges = np.searchsorted(packing.rows, np.arange(packing.num_rows + 1)).tolist()
-        cu_seqlens, seq_lengths, samples = [], [], []
-        for row, total in enumerate(packing.row_lengths.tolist()):
-            span = slice(edges[row], edges[row + 1])
-            members, starts = packing.order[span], packing.starts[span]
-            lengths = packing.lengths[members]
-            if not len(members):
-                # A row without samples gets one padding token as its sequence, so that attention returns
-                # finite values.
-                attention_mask[row, 0] = 1
-                starts, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
-            cu_seqlens.append(torch.from_numpy(np.append(starts, total).astype(np.int32)))
-            seq_lengths.append(torch.from_numpy(lengths.astype(np.int32)))
-            samples.append(torch.from_numpy(members.copy()))
+        sequences[~is_token], position_ids[~is_token] = self.pad_token_id, 0
+        count = np.arange(lengths.max())
+        write_rows("position_ids", [count[:length] for length in lengths.tolist()], first, position_ids)
+        attention_mask = is_token.astype(np.int64)
+        attention_mask[[not len(members) for members in bins], 0] = 1
+        edges = zip(columns, row_lengths.tolist(), strict=True)
         batch: PackedBatch = {
             "sequences": torch.from_numpy(sequences),
             "attention_mask": torch.from_numpy(attention_mask),
             "position_ids": torch.from_numpy(position_ids),
             "loss_mask": torch.from_numpy(np.zeros(shape, np.float32)),
-            "row_lengths": torch.from_numpy(packing.row_lengths),
-            "cu_seqlens": cu_seqlens,
-            "seq_lengths": seq_lengths,
-            "samples": samples,
+            "row_lengths": torch.from_numpy(row_lengths),
+            "cu_seqlens": [
+                torch.tensor([*(starts.tolist() or [0]), stop], dtype=torch.int32) for starts, stop in edges
+            ],
+            "seq_lengths": [
+                torch.tensor(lengths[members].tolist() or [1], dtype=torch.int32) for members in bins
+            ],
+            "samples": [torch.from_numpy(members) for members in bins],
         }
-        return batch, sequences.reshape(-1)
+        return batch, first
 
 
 def _round_up(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

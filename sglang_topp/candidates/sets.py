@@ -114,12 +114,13 @@ class CandidateSets:
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
             logprobs = np.empty(0, np.float32)  # without candidates, `has_logprobs` is True
-        for name, array in (
-            ("token_ids", token_ids),
-            ("_logprobs", logprobs),
-            ("offsets", offsets),
-            ("sampled_ids", sampled_ids),
-        ):
+        arrays = {
+            "token_ids": token_ids,
+            "_logprobs": logprobs,
+            "offsets": offsets,
+            "sampled_ids": sampled_ids,
+        }
+        for name, array in arrays.items():
             object.__setattr__(self, name, None if array is None else _read_only(array.view()))
 
     @classmethod
@@ -225,6 +226,23 @@ class CandidateSets:
             out[block][self.sizes[block] > 0] = logprobs[span][self.token_ids[span] == sampled]
         return _read_only(out)
 
+    @cached_property
+    def entropy(self) -> NDArray[np.float64]:
+        """float64 [T]: the entropy of each set's distribution in nats, 0 for an empty set.
+
+        The entropy is `-Σ r log r` with `r = q / kept mass`, where `q` is a candidate's probability under the
+        full vocabulary.
+        """
+        # A sampled token may have log-prob -inf, and `0 * -inf` is NaN.
+        logprobs = np.maximum(self.logprobs.astype(np.float64), -1e4)
+        out, filled = np.zeros(len(self)), self.sizes > 0
+        if filled.any():
+            # -Σ r log r = log mass - Σ q log q / mass
+            sums = np.add.reduceat(np.exp(logprobs) * logprobs, self.offsets[:-1][filled])
+            log_mass = self._log_mass[filled]
+            out[filled] = np.maximum(log_mass - sums / np.exp(log_mass), 0)
+        return _read_only(out)
+
     def check_kept_mass(self, p: float) -> None:
         """Check that the total probability (the mass) of every set is possible under top-p sampling at `p`.
 
@@ -246,8 +264,14 @@ class CandidateSets:
                 the difference. The message names the first position with such a set.
         """
         mass = np.exp(self._log_mass)
-        for t in np.flatnonzero(_is_wrong_mass(mass, p, MASS_ERROR)).tolist():
-            if _is_wrong_mass(mass[t], p, _error_of_mass(self[t][1])):
+
+        def is_wrong(mass: Any, error: float) -> Any:
+            return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
+
+        for t in np.flatnonzero(is_wrong(mass, MASS_ERROR)).tolist():
+            logprobs = self.logprobs[self.offsets[t] : self.offsets[t + 1]]
+            is_bfloat16 = not (logprobs.view(np.uint32) & 0xFFFF).any()
+            if not is_bfloat16 or is_wrong(mass[t], BFLOAT16_MASS_ERROR):
                 expected = "at most 1" if mass[t] > 1 else f"at least {p:.9g}, the p that was asked for"
                 raise InvalidCandidateSetsError(
                     "logprobs", f"add up to a mass of {mass[t]:.9g} at position {t}, expected {expected}"
@@ -268,39 +292,35 @@ class CandidateSets:
         )
 
     @classmethod
-    def concat(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
+    def concat(cls, parts: Sequence[CandidateSets], name: str = "parts") -> CandidateSets:
         """Return one `CandidateSets` with the positions of all `parts`, in order.
+
+        Args:
+            parts: any number of sets.
+            name: what error messages call `parts`.
 
         Raises:
             InvalidInputError: some parts have log-probs, and others have none. Parts without candidates never
                 cause this error. To concatenate parts with and without log-probs, first call
                 `without_logprobs` on the parts with log-probs.
         """
-        if not parts:
-            return cls.empty(0)
-        if len(parts) == 1:
-            return parts[0]
-        sizes = np.concatenate([part.sizes for part in parts])
+        if len(parts) <= 1:
+            return parts[0] if parts else cls.empty(0)
+        lacking = [i for i, part in enumerate(parts) if not part.has_logprobs]
+        known = [i for i, part in enumerate(parts) if part.has_logprobs and len(part.token_ids)]
+        if lacking and known:
+            raise InvalidInputError(
+                f"{name}[{lacking[0]}]: has no log-probs, and {name}[{known[0]}] has; expected all to have"
+                " them, or none (`without_logprobs()`)"
+            )
+        starts = offsets_of([len(part.token_ids) for part in parts]).tolist()
+        offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
         return cls.unchecked(
             np.concatenate([part.token_ids for part in parts]),
-            cls._concat_logprobs("parts", parts),
-            offsets_of(sizes),
+            None if lacking else np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([np.zeros(1, np.int64), *offsets]),
             np.concatenate([part.sampled_ids for part in parts]),
         )
-
-    @staticmethod
-    def _concat_logprobs(name: str, parts: Sequence[CandidateSets]) -> Float32Array | None:
-        known = [part._logprobs for part in parts if part._logprobs is not None]
-        if len(known) == len(parts):
-            return np.concatenate(known)
-        lacking = next(i for i, part in enumerate(parts) if part._logprobs is None)
-        if any(len(logprobs) for logprobs in known):
-            other = next(i for i, part in enumerate(parts) if part.has_logprobs and len(part.token_ids))
-            raise InvalidInputError(
-                f"{name}[{lacking}]: has no log-probs, and {name}[{other}] has; expected all to have them,"
-                " or none (`without_logprobs()`)"
-            )
-        return None
 
     def without_logprobs(self) -> CandidateSets:
         """Return the same candidates without log-probs, ordered by token id at each position."""
@@ -421,24 +441,6 @@ class CandidateSets:
 
     def _arrays(self) -> tuple[Int32Array, Float32Array | None, Int64Array, Int32Array]:
         return self.token_ids, self._logprobs, self.offsets, self.sampled_ids
-
-
-def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether top-p sampling at `p` cannot produce a candidate set with kept mass `mass`.
-
-    `error` is the largest possible difference between 1 and the total probability of the whole vocabulary.
-    """
-    return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
-
-
-def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return the largest possible difference between 1 and the total probability of the whole vocabulary.
-
-    Rounding errors cause this difference, so the difference depends on the dtype in which the engine
-    computes. The function assumes bfloat16 if bfloat16 can represent all `logprobs`, and float32 otherwise.
-    """
-    is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
-    return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR
 
 
 _Array = TypeVar("_Array", bound=NDArray[Any])

@@ -1,4 +1,4 @@
-"""Copy candidate sets to torch tensors. Needs torch (`pip install sglang-topp[torch]`).
+"""Convert between NumPy arrays and torch tensors. Needs torch (`pip install sglang-topp[torch]`).
 
 Shape legend: T positions, n candidates in all.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-__all__ = ["CandidateTensors", "to_device", "to_torch"]
+__all__ = ["CandidateTensors", "to_device", "to_numpy", "to_torch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,3 +86,17 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to `device`. If it is a GPU, the copy is asynchronous, from pinned memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_numpy(values: ArrayLike | Tensor) -> NDArray[Any]:
+    """Return a list, an array, or a tensor on any device, with or without grad, as an array in host memory.
+
+    NumPy has no bfloat16, so a bfloat16 tensor becomes a float32 array, exactly.
+    """
+    if not isinstance(values, Tensor):
+        return np.asarray(values)
+    values = values.detach()
+    if values.dtype == torch.bfloat16:
+        values = values.float()
+    array: NDArray[Any] = values.cpu().numpy()
+    return array

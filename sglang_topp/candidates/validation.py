@@ -18,7 +18,6 @@ from sglang_topp.candidates.csr_operations import (
     row_keys,
     rows_of,
 )
-from sglang_topp.candidates.duplicate_check import all_distinct
 from sglang_topp.errors import InvalidCandidateSetsError
 
 __all__ = [
@@ -37,8 +36,11 @@ __all__ = [
 NO_TOKEN = -1
 """The `sampled_ids` value of a position without a sampled token. The position must have an empty set."""
 
-MAX_LOGPROB = 1e-3
-"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
+MAX_LOGPROB = 2.0**-10
+"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0.
+
+Every floating dtype has this number, so that a comparison in any dtype gives the same result.
+"""
 
 MASS_ERROR = 2e-3
 """The largest valid difference between 1 and the vocabulary's total probability, for a float32 softmax.
@@ -83,15 +85,69 @@ def check_arrays(
     for block in blocks_of(offsets):
         span = slice(offsets[block.start], offsets[block.stop])
         inside = offsets[block.start : block.stop + 1] - span.start
-        rows = rows_of(inside)
-        _check_ids(ids[span], rows, block.start)
-        if logprobs is None:
-            _check_order_by_id(ids[span], rows, inside, block.start)
-        else:
-            _check_order_by_logprob(ids[span], logprobs[span], rows, inside, block.start)
-        is_sampled = _check_sampled(ids[span], rows, inside, sampled[block], block.start)
+        known = None if logprobs is None else logprobs[span]
+        _check_block(ids[span], known, inside, sampled[block], block.start)
+
+
+def _check_block(
+    ids: Int32Array,
+    logprobs: NDArray[np.float32] | None,
+    offsets: Int64Array,
+    sampled: Int32Array,
+    first: int,
+) -> None:
+    """Check the candidates of consecutive positions, of which `first` is the first."""
+    rows, sizes = rows_of(offsets), np.diff(offsets)
+    if (e := first_true(ids < 0)) is not None:
+        raise InvalidCandidateSetsError(
+            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        )
+    ordered = ids[1:] > ids[:-1]
+    if logprobs is not None:
+        if (e := first_true(~(logprobs <= MAX_LOGPROB))) is not None:
+            raise InvalidCandidateSetsError(
+                "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
+            )
+        ordered &= logprobs[1:] == logprobs[:-1]
+        ordered |= logprobs[1:] < logprobs[:-1]
+    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
+    ordered[starts - 1] = True  # these two candidates are of two positions
+    if (e := first_true(~ordered)) is not None:
+        pair, expected = "", "without log-probs, expected ids lowest first"
         if logprobs is not None:
-            _check_possible(logprobs[span], rows, inside, is_sampled, block.start)
+            pair = f" (log-probs {logprobs[e]}, {logprobs[e + 1]})"
+            expected = "expected log-probs highest first, then ids lowest first"
+        raise InvalidCandidateSetsError(
+            "token_ids",
+            f"{ids[e]} then {ids[e + 1]}{pair} at position {first + rows[e]}; {expected}, without duplicates",
+        )
+    if logprobs is not None:
+        check_distinct(ids, rows, first)
+    # The ids of a set are distinct, so a set contains its sampled token at most once.
+    is_sampled = ids == sampled.take(rows)
+    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
+        lacking = sizes > 0
+        lacking[rows[is_sampled]] = False
+        t = int(lacking.argmax())
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"{sampled[t]} is not among the {sizes[t]} candidates at position {first + t}"
+        )
+    if (lone := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
+        raise InvalidCandidateSetsError(
+            "sampled_ids", f"got {sampled[lone]} at position {first + lone}, expected a token id"
+        )
+    if logprobs is None or not len(logprobs) or logprobs.min() > LOWEST:
+        return
+    if (e := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs",
+            f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled; it has no"
+            " place in the set",
+        )
+    if (empty := without_mass(logprobs, offsets)) is not None:
+        raise InvalidCandidateSetsError(
+            "logprobs", f"nothing but a token of zero probability at position {first + empty}"
+        )
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
@@ -99,11 +155,10 @@ def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
 
     Row r holds the candidates of position `first + r`. The error message names the duplicate id's position.
     """
-    if not all_distinct(ids, rows):
-        keys = np.sort(row_keys(rows, ids), kind="stable")
-        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
+    keys = np.sort(row_keys(rows, ids))
+    if (e := first_true(keys[1:] == keys[:-1])) is not None:
         raise InvalidCandidateSetsError(
-            "token_ids", f"{twice & 0xFFFFFFFF} occurs twice at position {first + (twice >> 32)}"
+            "token_ids", f"{keys[e] & 0xFFFFFFFF} occurs twice at position {first + (keys[e] >> 32)}"
         )
 
 
@@ -113,108 +168,6 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
     # Log-probs descend in a set, so the set's mass is 0 if the first log-prob stands for probability 0.
     t = first_true(logprobs[offsets[filled]] <= LOWEST)
     return None if t is None else int(filled[t])
-
-
-def _check_ids(ids: Int32Array, rows: Int32Array, first: int) -> None:
-    # `_check_ids` and the check functions below first run a cheap check of all candidates. These functions
-    # search for the invalid position only if the cheap check fails.
-    if len(ids) and ids.min() < 0:
-        e = int((ids < 0).argmax())
-        raise InvalidCandidateSetsError(
-            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
-        )
-
-
-def _check_order_by_id(ids: Int32Array, rows: Int32Array, offsets: Int64Array, first: int) -> None:
-    """Check that the token ids of each candidate set ascend strictly, so that no id occurs twice."""
-    if (e := _first_disorder(ids[1:] > ids[:-1], offsets)) is not None:
-        raise InvalidCandidateSetsError(
-            "token_ids",
-            f"{ids[e]} then {ids[e + 1]} at position {first + rows[e]}; without log-probs, expected"
-            " ids lowest first, without duplicates",
-        )
-
-
-def _check_order_by_logprob(
-    ids: Int32Array, logprobs: NDArray[np.float32], rows: Int32Array, offsets: Int64Array, first: int
-) -> None:
-    """Check that the log-probs of each set descend, and that ids with equal log-probs ascend."""
-    if len(ids) and not logprobs.max() <= MAX_LOGPROB:
-        e = int((~(logprobs <= MAX_LOGPROB)).argmax())
-        raise InvalidCandidateSetsError(
-            "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
-        )
-    ordered = logprobs[1:] == logprobs[:-1]
-    ordered &= ids[1:] > ids[:-1]
-    ordered |= logprobs[1:] < logprobs[:-1]
-    if (disorder := _first_disorder(ordered, offsets)) is not None:
-        e = disorder
-        raise InvalidCandidateSetsError(
-            "token_ids",
-            f"{ids[e]} then {ids[e + 1]} (log-probs {logprobs[e]}, {logprobs[e + 1]})"
-            f" at position {first + rows[e]}; expected log-probs highest first, then ids lowest first,"
-            " without duplicates",
-        )
-    check_distinct(ids, rows, first)
-
-
-def _first_disorder(ordered: NDArray[np.bool_], offsets: Int64Array) -> int | None:
-    """Return the first i for which candidates i and i + 1 of one set are out of order, or None.
-
-    Args:
-        ordered: bool [n - 1], whether candidates i and i + 1 are in order. If candidates i and i + 1 belong
-            to different positions, the function sets `ordered[i]` to True.
-    """
-    starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
-    ordered[starts - 1] = True
-    return None if ordered.all() else int(ordered.argmin())
-
-
-def _check_sampled(
-    ids: Int32Array, rows: Int32Array, offsets: Int64Array, sampled: Int32Array, first: int
-) -> NDArray[np.bool_]:
-    """Return bool [n]: whether each candidate is the sampled token of its position.
-
-    A set that is not empty and lacks its sampled token is an error.
-    """
-    sizes = np.diff(offsets)
-    # Earlier checks ensure that a set's ids are distinct, so a set contains its sampled token at most once.
-    is_sampled: NDArray[np.bool_] = ids == sampled.take(rows)
-    if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
-        lacking = sizes > 0
-        lacking[rows[is_sampled]] = False
-        lacks = int(lacking.argmax())
-        raise InvalidCandidateSetsError(
-            "sampled_ids",
-            f"{sampled[lacks]} is not among the {sizes[lacks]} candidates at position {first + lacks}",
-        )
-    if (t := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
-        raise InvalidCandidateSetsError(
-            "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
-        )
-    return is_sampled
-
-
-def _check_possible(
-    logprobs: NDArray[np.float32],
-    rows: Int32Array,
-    offsets: Int64Array,
-    is_sampled: NDArray[np.bool_],
-    first: int,
-) -> None:
-    """Raise an error if a token that was not sampled has probability 0, or if a non-empty set has mass 0."""
-    if not len(logprobs) or logprobs.min() > LOWEST:
-        return
-    if (stray := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs",
-            f"got {logprobs[stray]} at position {first + rows[stray]} for a token that was not"
-            " sampled; it has no place in the set",
-        )
-    if (t := without_mass(logprobs, offsets)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs", f"nothing but a token of zero probability at position {first + t}"
-        )
 
 
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:

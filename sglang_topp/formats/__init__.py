@@ -19,12 +19,12 @@ from sglang_topp.formats.candidate_sets_meta_info import (
     Side,
     decode_prompt_top_p,
     decode_top_p,
+    encode_top_k,
     encode_top_p,
     has_top_p,
+    merge_stream_chunks,
 )
-from sglang_topp.formats.join_stream_chunks import merge_stream_chunks
-from sglang_topp.formats.sglang_and_vllm_masks import decode_sampling_mask
-from sglang_topp.formats.sglang_top_k_logprobs import decode_top_k, encode_top_k
+from sglang_topp.formats.native_formats import decode_sampling_mask, decode_top_k
 
 __all__ = [
     "NO_DISTRIBUTION",

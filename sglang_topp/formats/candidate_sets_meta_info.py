@@ -1,4 +1,4 @@
-"""Encode and decode candidate sets in the `meta_info` of the patched SGLang.
+"""Encode and decode candidate sets in the `meta_info` of the patched SGLang, and encode its top-k log-probs.
 
 Base64 form::
 
@@ -14,9 +14,11 @@ List form::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import pybase64
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
@@ -25,27 +27,42 @@ from sglang_topp.errors import MissingCandidateSetsError, WireError
 from sglang_topp.formats.field_parsing import (
     FLOAT32,
     INT32,
-    Decoded,
     b64array,
+    b64bytes,
     b64text,
+    check_count,
+    check_present,
     check_range,
     check_vocab,
     entry_rows,
+    fields_of,
     integers,
+    renaming_errors,
     token_ids_of,
 )
 
-__all__ = ["NO_DISTRIBUTION", "Side", "decode_prompt_top_p", "decode_top_p", "encode_top_p", "has_top_p"]
+__all__ = [
+    "NO_DISTRIBUTION",
+    "Side",
+    "decode_prompt_top_p",
+    "decode_top_p",
+    "encode_top_k",
+    "encode_top_p",
+    "has_top_p",
+    "merge_stream_chunks",
+]
 
 Side: TypeAlias = Literal["output", "input"]
 
 NO_DISTRIBUTION = -1
 """The number in `lengths` for a position without a distribution, such as the prompt's first token."""
 
+_SETS, _TOP_K = "output_top_p_logprobs", "output_top_logprobs"
+
 
 def has_top_p(meta_info: Mapping[str, Any]) -> bool:
     """Return whether the response has candidate sets of generated tokens, as base64 or as lists."""
-    return any(key.startswith("output_top_p_logprobs") for key in meta_info)
+    return any(key.startswith(_SETS) for key in meta_info)
 
 
 def encode_top_p(
@@ -67,6 +84,32 @@ def encode_top_p(
     }
 
 
+def encode_top_k(
+    side: Side, logprobs: Sequence[Sequence[float] | None], token_ids: Sequence[Sequence[int] | None]
+) -> dict[str, Any]:
+    """Encode top-k log-probs as the `meta_info` fields of the plugin's base64 form.
+
+    The base64 fields encode an array of log-probs [R, k] and an array of token ids [R, k]. A position without
+    a distribution has no row in the arrays. `{side}_top_logprobs_shape` is `[R, k]`.
+    `{side}_top_logprobs_none_positions` lists the positions without a row, in ascending order.
+
+    Args:
+        logprobs: one list for each of T positions. The list holds k log-probs. A position without a
+            distribution has None or an empty list.
+        token_ids: one list for each of T positions. The list holds k token ids in the order of `logprobs`.
+    """
+    name = f"{side}_top_logprobs"
+    there = [t for t, row in enumerate(logprobs) if row and token_ids[t]]
+    values = np.array([logprobs[t] for t in there], FLOAT32)
+    ids = np.array([token_ids[t] for t in there], INT32)
+    return {
+        f"{name}_val_base64": b64text(values, FLOAT32),
+        f"{name}_idx_base64": b64text(ids, INT32),
+        f"{name}_shape": list(values.shape) if there else [0, 0],
+        f"{name}_none_positions": sorted(set(range(len(logprobs))).difference(there)),
+    }
+
+
 def decode_top_p(
     meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
 ) -> CandidateSets:
@@ -82,15 +125,7 @@ def decode_top_p(
         SampledTokenMissingError: the set of a position lacks the sampled token of that position.
         WireError: a field is malformed in any other way. The message names the invalid field.
     """
-    decoded = _decode("output", meta_info, output_ids, vocab_size)
-    missing = np.flatnonzero(np.diff(decoded.offsets) == 0)
-    if len(missing):
-        raise MissingCandidateSetsError(
-            "output_top_p_logprobs_lengths",
-            f"no candidate set at {len(missing)} of {len(decoded.sampled_ids)} positions, the first at"
-            f" {missing[0]}; every generated token needs one",
-        )
-    return decoded.to_sets()
+    return _decode("output", meta_info, output_ids, vocab_size)
 
 
 def decode_prompt_top_p(
@@ -115,12 +150,12 @@ def decode_prompt_top_p(
         MissingCandidateSetsError: the response has no sets.
         SampledTokenMissingError, WireError: for the same reasons as in `decode_top_p`.
     """
-    return _decode("input", meta_info, prompt_ids, vocab_size).to_sets()
+    return _decode("input", meta_info, prompt_ids, vocab_size)
 
 
 def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
-) -> Decoded:
+) -> CandidateSets:
     """Decode the sets of generated or prompt tokens. A position without a distribution gets an empty set."""
     name = f"{side}_top_p_logprobs"
     values, ids, counts = f"{name}_val_base64", f"{name}_idx_base64", f"{name}_lengths"
@@ -144,13 +179,38 @@ def _decode(
         lengths = integers(counts, meta_info[counts])
         check_range(counts, lengths, NO_DISTRIBUTION, "set sizes, or -1 for none")
 
-    if len(lengths) != len(sampled):
-        raise WireError(counts, f"got {len(lengths)} positions for {len(sampled)} tokens")
-    if len(logprobs) != len(token_ids):
-        raise WireError(values, f"got {len(logprobs)} log-probs for {len(token_ids)} token ids")
-    sizes = np.maximum(lengths, 0)
-    if (total := int(sizes.sum())) != len(token_ids):
-        raise WireError(counts, f"add up to {total}, but there are {len(token_ids)} token ids")
+    check_count(counts, len(lengths), len(sampled))
     check_vocab(ids, token_ids, vocab_size)
-    fields = {"token_ids": ids, "logprobs": values, "offsets": counts, "sampled_ids": ids}
-    return Decoded(token_ids, logprobs, offsets_of(sizes), sampled, fields)
+    if side == "output":
+        check_present(counts, lengths, "candidate set")
+    with renaming_errors(fields_of(ids, values, counts)):
+        return CandidateSets(token_ids, logprobs, offsets_of(np.maximum(lengths, 0)), sampled)
+
+
+def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the output fields of consecutive stream chunks into the fields of one chunk.
+
+    Args:
+        parts: the `meta_info` of each chunk, in stream order. Each chunk's `meta_info` holds only the
+            positions since the previous chunk.
+
+    Returns:
+        The joined `meta_info` fields: candidate sets in base64 or list form, and top-k log-probs as
+        `encode_top_k` writes them. If any chunk lacks a field, the result lacks that field too, and the
+        decoder then reports an incomplete answer.
+    """
+    shared = {key for key in parts[0] if all(key in part for part in parts)}
+    merged: dict[str, Any] = {}
+    for key in shared.intersection((_SETS, f"{_SETS}_lengths")):
+        merged[key] = list(chain.from_iterable(part[key] for part in parts))
+    for key in shared.intersection(
+        f"{name}_{kind}_base64" for name in (_SETS, _TOP_K) for kind in ("val", "idx")
+    ):
+        merged[key] = pybase64.b64encode(b"".join(b64bytes(key, part[key]) for part in parts)).decode("ascii")
+    if (none := f"{_TOP_K}_none_positions") in shared:
+        shapes = [part[f"{_TOP_K}_shape"] for part in parts]
+        sizes = [rows + len(part[none]) for (rows, _), part in zip(shapes, parts, strict=True)]
+        starts = offsets_of(sizes).tolist()
+        merged[f"{_TOP_K}_shape"] = [sum(rows for rows, _ in shapes), max(width for _, width in shapes)]
+        merged[none] = [start + t for start, part in zip(starts, parts, strict=False) for t in part[none]]
+    return merged

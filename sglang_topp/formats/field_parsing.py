@@ -10,26 +10,32 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pybase64
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates import CandidateSets
-from sglang_topp.errors import InvalidCandidateSetsError, SampledTokenMissingError, WireError, describe
+from sglang_topp.errors import (
+    InvalidCandidateSetsError,
+    MissingCandidateSetsError,
+    SampledTokenMissingError,
+    WireError,
+    describe,
+)
 
 __all__ = [
     "FLOAT32",
     "INT32",
-    "Decoded",
     "b64array",
     "b64bytes",
     "b64text",
     "check_count",
+    "check_present",
     "check_range",
     "check_vocab",
     "entry_rows",
+    "fields_of",
     "integers",
     "numbers",
     "renaming_errors",
@@ -38,27 +44,6 @@ __all__ = [
 
 FLOAT32 = np.dtype("<f4")
 INT32 = np.dtype("<i4")
-
-
-class Decoded(NamedTuple):
-    """The arguments for `CandidateSets(...)`, decoded from an inference engine's answer.
-
-    `fields` maps the name of each argument to the name of the answer's field that holds the argument.
-    """
-
-    token_ids: NDArray[np.integer[Any]]
-    logprobs: NDArray[np.floating[Any]] | None
-    offsets: NDArray[np.int64]
-    sampled_ids: NDArray[np.integer[Any]]
-    fields: Mapping[str, str]
-
-    def to_sets(self) -> CandidateSets:
-        """Build the candidate sets.
-
-        If an argument is invalid, raise a WireError that names the argument's field in the answer.
-        """
-        with renaming_errors(self.fields):
-            return CandidateSets(self.token_ids, self.logprobs, self.offsets, self.sampled_ids)
 
 
 @contextmanager
@@ -72,6 +57,11 @@ def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
     except InvalidCandidateSetsError as error:
         kind = SampledTokenMissingError if error.field == "sampled_ids" else WireError
         raise kind(fields[error.field], error.problem) from None
+
+
+def fields_of(ids: str, logprobs: str, counts: str) -> dict[str, str]:
+    """Return the `fields` of `renaming_errors`, from the names of three fields of an answer."""
+    return {"token_ids": ids, "logprobs": logprobs, "offsets": counts, "sampled_ids": ids}
 
 
 def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
@@ -102,8 +92,10 @@ def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.floa
     return token_ids, logprobs, lengths
 
 
-def numbers(name: str, values: list[Any]) -> NDArray[np.float64]:
+def numbers(name: str, values: Any) -> NDArray[np.float64]:
     """Parse a JSON list of log-probs."""
+    if not isinstance(values, list):
+        raise WireError(name, f"got {type(values).__name__}, expected a list of numbers")
     if not set(map(type, values)) <= {int, float}:
         wrong = next(value for value in values if type(value) not in (int, float))
         raise WireError(name, f"got {describe(wrong)} as a log-prob")
@@ -159,13 +151,19 @@ def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int
 
 
 def check_count(field: str, count: int, num_tokens: int) -> None:
-    """Raise WireError unless the field has as many positions as the answer has tokens.
-
-    If `max_new_tokens` is 0, SGLang reports one position. The field of an answer without tokens may therefore
-    have one position.
-    """
-    if count != num_tokens and (count, num_tokens) != (1, 0):
+    """Raise WireError unless the field has as many positions as the answer has tokens."""
+    if count != num_tokens:
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")
+
+
+def check_present(field: str, lengths: NDArray[np.integer[Any]], what: str) -> None:
+    """Raise MissingCandidateSetsError unless every position of generated tokens has a length above 0."""
+    if len(missing := np.flatnonzero(lengths <= 0)):
+        raise MissingCandidateSetsError(
+            field,
+            f"no {what} at {len(missing)} of {len(lengths)} positions, the first at {missing[0]}; every"
+            " generated token needs one",
+        )
 
 
 def b64text(array: NDArray[Any], dtype: np.dtype[Any]) -> str:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.torch_tensors import to_numpy
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.candidate_index import reduce_max, reduce_sum
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.vocab_shards import reduce_max, reduce_sum
-from sglang_topp.to_numpy import to_numpy
 
 __all__ = ["ReplayMetrics", "replay_metrics", "replayed_old_logprobs"]
 

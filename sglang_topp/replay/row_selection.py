@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.torch_tensors import to_device
+from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_shards import reduce_sum
-from sglang_topp.to_numpy import to_numpy
+from sglang_topp.replay.candidate_index import reduce_sum
 
 __all__ = ["Layout", "RowSelection", "as_bool_mask"]
 

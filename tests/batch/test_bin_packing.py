@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_topp.batch.bin_packing import deal_bins, first_fit_decreasing
+from sglang_topp.batch.micro_batches import deal_bins, first_fit_decreasing
 from sglang_topp.errors import InvalidInputError
 from tests.batch import reference_loops
 

@@ -17,9 +17,8 @@ import uvicorn
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout, Score, retry_policy
-from sglang_topp_client.rollout import spans_to_json
 from sglang_topp_client.transport.framing import frame_head
-from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
+from sglang_topp_client.wire.records import to_frame, to_record, write_spans
 
 NUM_TOKENS = 3
 
@@ -204,7 +203,7 @@ def chunk(
             "completion_tokens": 1 if first_token_only else len(made.output_ids),
             "cached_tokens": made.cached_tokens,
             "weight_version": made.weight_version,
-            "weight_versions": spans_to_json(made.weight_spans or ()),
+            "weight_versions": write_spans(made.weight_spans or ()),
             "e2e_latency": made.latency_s,
             "output_token_logprobs": [
                 [float(logprob), token, None]
@@ -318,7 +317,7 @@ async def answer_scores(asked: Asked, reply: Reply) -> None:
     await reply.start(content_type="application/x-ndjson")
     made = list(scores(asked.body))
     for one in made:
-        await reply.line(score_to_json(one))
+        await reply.line(to_record(one))
     await reply.line({"done": True, "scores": len(made)})
     await reply.end()
 
@@ -326,7 +325,7 @@ async def answer_scores(asked: Asked, reply: Reply) -> None:
 async def answer_score_frames(asked: Asked, reply: Reply) -> None:
     """Answer like a sidecar, in frames."""
     await reply.start(content_type=asked.headers["accept"].partition(",")[0])
-    made = [framed(score_to_bytes(one)) for one in scores(asked.body)]
+    made = [framed(to_frame(one)) for one in scores(asked.body)]
     for frame in [*made, framed(json.dumps({"done": True, "scores": len(made)}).encode())]:
         await reply.write(frame)
     await reply.end()
@@ -345,7 +344,7 @@ def framed_samples(body: Any) -> Iterator[bytes]:
     for prompt_index, prompt in enumerate(body["prompts"]):
         for index in range(body["sampling_params"]["n"]):
             made = replace(sample(prompt, index), prompt_index=prompt_index)
-            yield framed(rollout_to_bytes(made))
+            yield framed(to_frame(made))
 
 
 def framed(raw: bytes) -> bytes:
@@ -357,7 +356,7 @@ def records(body: Any) -> Iterator[dict[str, Any]]:
     for prompt_index, prompt in enumerate(body["prompts"]):
         one = params if isinstance(params, dict) else params[prompt_index]
         for index in range(one["n"]):
-            yield rollout_to_json(sample(prompt, index)) | {"prompt_index": prompt_index}
+            yield to_record(sample(prompt, index)) | {"prompt_index": prompt_index}
 
 
 async def _accept(asked: Asked, reply: Reply) -> None:
@@ -460,7 +459,7 @@ class _Fakes:
     score = staticmethod(score)
     scores = staticmethod(scores)
     score_chunk = staticmethod(score_chunk)
-    score_line = staticmethod(score_to_json)
+    score_line = staticmethod(to_record)
     answer_scores = staticmethod(answer_scores)
     answer_score_frames = staticmethod(answer_score_frames)
     framed_samples = staticmethod(framed_samples)

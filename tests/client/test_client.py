@@ -11,9 +11,9 @@ import pytest
 import zstandard
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, retry_policy
+from sglang_topp_client import AsyncRolloutClient, Rollout, retry_policy
 from sglang_topp_client import run as run_module
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE
+from sglang_topp_client.wire.records import MEDIA_TYPES
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -710,7 +710,7 @@ def cut_frames(fakes, num_bytes, *, politely):
     """Return a handler that sends a part of the samples, and then drops the connection or ends."""
 
     async def handler(asked, reply):
-        await reply.start(content_type=ROLLOUTS_MEDIA_TYPE)
+        await reply.start(content_type=MEDIA_TYPES[Rollout])
         await reply.write(b"".join(fakes.framed_samples(asked.body))[:num_bytes])
         if not politely:
             raise fakes.Cut
@@ -743,7 +743,7 @@ async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
         in_lines = await client.generate([5], {"n": 2}, top_logprobs_p=0.9)
 
     accepts = [asked.headers["accept"] for asked in sidecar.of("/rollouts")]
-    assert accepts == [f"{ROLLOUTS_MEDIA_TYPE}, application/x-ndjson;q=0.5"] * 2
+    assert accepts == [f"{MEDIA_TYPES[Rollout]}, application/x-ndjson;q=0.5"] * 2
     for framed, lined in zip(in_frames, in_lines, strict=True):
         assert (framed.prompt_index, framed.sample_index) == (lined.prompt_index, lined.sample_index)
         assert framed.logprobs.tolist() == lined.logprobs.tolist()
@@ -752,7 +752,7 @@ async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
 
 async def test_a_sidecars_error_within_frames(sidecar, sidecar_client, fakes):
     async def fail(asked, reply):
-        await reply.start(content_type=f"{ROLLOUTS_MEDIA_TYPE.upper()} ; charset=binary")
+        await reply.start(content_type=f"{MEDIA_TYPES[Rollout].upper()} ; charset=binary")
         await reply.write(next(fakes.framed_samples(asked.body)))
         error = {"error": {"type": "RolloutError", "message": "gave up", "status": 503}}
         await reply.write(fakes.framed(json.dumps(error).encode()))
@@ -768,7 +768,7 @@ async def test_a_frame_that_was_altered_is_no_sample(sidecar, sidecar_client, fa
     async def alter(asked, reply):
         raw = bytearray(next(fakes.framed_samples(asked.body)))
         raw[-20] ^= 1
-        await reply.start(content_type=ROLLOUTS_MEDIA_TYPE)
+        await reply.start(content_type=MEDIA_TYPES[Rollout])
         await reply.write(bytes(raw))
         await reply.end()
 
@@ -779,7 +779,7 @@ async def test_a_frame_that_was_altered_is_no_sample(sidecar, sidecar_client, fa
 
 async def test_a_frame_that_would_become_too_long_is_not_decompressed(sidecar, fakes):
     async def swell(asked, reply):
-        await reply.start(content_type=ROLLOUTS_MEDIA_TYPE)
+        await reply.start(content_type=MEDIA_TYPES[Rollout])
         await reply.write(fakes.framed(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(10**8))))
         await reply.end()
 

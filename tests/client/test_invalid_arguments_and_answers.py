@@ -3,6 +3,7 @@
 import copy
 import json
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pybase64
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_topp import errors
 from sglang_topp.errors import describe
-from sglang_topp_client import AsyncRolloutClient
+from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.argument_checks import fresh_id, truncate
 from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
 from sglang_topp_client.requests import plan
 from sglang_topp_client.transport.http import HttpClient, ServerConfig
 from sglang_topp_client.wire.error_json import error_from_json
-from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import from_record, to_record
 
 HUGE = 10**400
 
@@ -253,8 +254,8 @@ def as_lists(chunk, sets):
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_spoiled_record_is_a_named_error(fakes_once, data):
-    record = data.draw(spoiled(rollout_to_json(fakes_once.sample([5, 6], 0))))
-    read(rollout_from_json, record)
+    record = data.draw(spoiled(to_record(fakes_once.sample([5, 6], 0))))
+    read(partial(from_record, Rollout), record)
     line = json.dumps(record).encode()
     for p in (0.9, None):
         read(of_sidecar(p).read, line)
@@ -295,7 +296,7 @@ def test_a_spoiled_error_is_a_named_error(data):
 @given(at=st.floats(0, 1), byte=st.integers(0, 255), where=st.sampled_from(["line", "candidates"]))
 def test_a_changed_byte_is_a_named_error_or_nothing(fakes_once, at, byte, where):
     made = fakes_once.sample([5, 6], 0)
-    record = rollout_to_json(made)
+    record = to_record(made)
     raw = bytearray(
         json.dumps(record).encode() if where == "line" else pybase64.b64decode(record["candidates"])
     )
@@ -304,7 +305,7 @@ def test_a_changed_byte_is_a_named_error_or_nothing(fakes_once, at, byte, where)
         read(of_sidecar().read, bytes(raw))
         read(of_engine().read, b"data: " + bytes(raw))
     else:
-        read(rollout_from_json, record | {"candidates": pybase64.b64encode(bytes(raw)).decode()})
+        read(partial(from_record, Rollout), record | {"candidates": pybase64.b64encode(bytes(raw)).decode()})
 
 
 @pytest.mark.parametrize("depth", range(900, 1000, 3))
@@ -316,7 +317,7 @@ def test_deep_nesting_that_repr_cannot_show_is_a_named_error(fakes_once, depth):
     for value, make, prefix in (
         (chunk, of_engine, b"data: "),
         (as_lists(chunk, made.candidates), of_engine, b"data: "),
-        (rollout_to_json(made), of_sidecar, b""),
+        (to_record(made), of_sidecar, b""),
         ({"error": {"message": 1, "type": 1, "code": 1, "status": 1, "field": 1}}, of_engine, b"data: "),
         ({"error": {"message": 1, "type": 1, "code": 1, "status": 1, "field": 1}}, of_sidecar, b""),
         ({"done": 1, "rollouts": 1}, of_sidecar, b""),
@@ -335,7 +336,7 @@ def test_deep_nesting_that_repr_cannot_show_is_a_named_error(fakes_once, depth):
 def test_a_wrong_latency_is_named(fakes, latency_s):
     made = fakes.sample([5, 6], 0)
     with pytest.raises(errors.WireError, match="latency_s"):
-        rollout_from_json(rollout_to_json(made) | {"timing": {"latency_s": latency_s}})
+        from_record(Rollout, to_record(made) | {"timing": {"latency_s": latency_s}})
     chunk = fakes.chunk(made)
     chunk["meta_info"]["e2e_latency"] = latency_s
     # JSON has no NaN and no infinity.
@@ -357,7 +358,7 @@ def test_an_empty_engine_id_is_refused(fakes):
     chunk = fakes.chunk(fakes.sample([5, 6], 0), first_token_only=True)
     chunk["meta_info"]["id"] = ""
     one = of_engine(n=2)
-    with pytest.raises(errors.WireError, match="id: got an empty string"):
+    with pytest.raises(errors.WireError, match="id: got '', expected"):
         one.read(b"data: " + json.dumps(chunk).encode())
     assert one.unfinished_ids() == []
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates.entropy import set_entropy
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import plots
 
@@ -47,9 +46,9 @@ def heights(ax: Any) -> list[int]:
 def test_entropy_is_that_within_the_set() -> None:
     sets = CandidateSets([1, 2, 3], np.log([0.6, 0.3, 0.5]), [0, 2, 2, 3], [1, -1, 3])
     r = np.array([0.6, 0.3]) / 0.9
-    assert set_entropy(sets) == pytest.approx([-(r * np.log(r)).sum(), 0, 0], abs=1e-6)
+    assert sets.entropy == pytest.approx([-(r * np.log(r)).sum(), 0, 0], abs=1e-6)
     without_mass = CandidateSets([1, 2], [0, -np.inf], [0, 2], [2])
-    assert set_entropy(without_mass).tolist() == [0]
+    assert without_mass.entropy.tolist() == [0]
 
 
 def test_sizes_are_counted_by_powers_of_two() -> None:

@@ -10,14 +10,9 @@ from sglang_topp import CandidateSets
 from sglang_topp.batch import collate_rl
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError
 from sglang_topp.replay import replayed_old_logprobs
-from sglang_topp_client import load_rollouts, save_rollouts
+from sglang_topp_client import Rollout, load_rollouts, save_rollouts
 from sglang_topp_client.argument_checks import as_token_ids
-from sglang_topp_client.wire.records import (
-    rollout_from_bytes,
-    rollout_from_json,
-    rollout_to_bytes,
-    rollout_to_json,
-)
+from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
 
 
 @pytest.fixture
@@ -120,12 +115,12 @@ def test_without_sets_the_spans_tell_which_tokens_were_generated(fakes, tmp_path
     assert longer.candidates is longer.weight_spans is None
     save_rollouts(tmp_path / "file.parquet", [longer])
     (from_file,) = load_rollouts(tmp_path / "file.parquet")
-    from_json = rollout_from_json(json.loads(json.dumps(rollout_to_json(longer))), may_be_extended=True)
+    from_json = from_record(Rollout, json.loads(json.dumps(to_record(longer))), may_be_extended=True)
     for back in (from_file, from_json):
-        assert rollout_to_json(back) == rollout_to_json(longer)
+        assert to_record(back) == to_record(longer)
         assert back.loss_mask.tolist() == longer.loss_mask.tolist()
-    with pytest.raises(WireError, match=r"appended_spans: got \[\[3, 5\], \[8, 9\]\], expected only"):
-        rollout_from_json(rollout_to_json(longer))
+    with pytest.raises(WireError, match=r"appended_spans: got \(\(3, 5\), \(8, 9\)\), expected only"):
+        from_record(Rollout, to_record(longer))
 
 
 def test_extending_twice_is_one_span_with_sets_too(extended):
@@ -151,27 +146,25 @@ def test_the_loss_mask_comes_out_right(extended, fakes):
 
 def test_every_codec_preserves_appended_tokens(extended, tmp_path, fakes):
     """Extended rollouts round-trip through JSON and files, bit for bit."""
-    record = json.loads(json.dumps(rollout_to_json(extended)))
-    forms = [rollout_from_json(record, may_be_extended=True)]
+    record = json.loads(json.dumps(to_record(extended)))
+    forms = [from_record(Rollout, record, may_be_extended=True)]
     save_rollouts(tmp_path / "file.parquet", [extended])
     forms += load_rollouts(tmp_path / "file.parquet")
     for back in forms:
-        assert rollout_to_json(back) == record
+        assert to_record(back) == record
         assert back.candidates == extended.candidates
         assert back.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]
         assert back.turn_start == 5
     cut = replace(fakes.sample([5], 0), finish_reason="abort")
-    assert rollout_to_json(rollout_from_bytes(rollout_to_bytes(cut), max_bytes=1 << 20)) == rollout_to_json(
-        cut
-    )
+    assert to_record(from_frame(Rollout, to_frame(cut), max_bytes=1 << 20)) == to_record(cut)
     # The sidecar's answers to our client hold generated tokens only, so an empty set is an error there.
     with pytest.raises(MissingCandidateSetsError, match="no candidate set at position 3"):
-        rollout_from_json(record)
+        from_record(Rollout, record)
     with pytest.raises(MissingCandidateSetsError, match="no candidate set at position 3"):
-        rollout_from_bytes(rollout_to_bytes(extended), max_bytes=1 << 20)
+        from_frame(Rollout, to_frame(extended), max_bytes=1 << 20)
 
 
 def test_an_appended_token_has_no_logprob(extended):
-    record = rollout_to_json(replace(extended, logprobs=np.full(9, -1, np.float32)))
+    record = to_record(replace(extended, logprobs=np.full(9, -1, np.float32)))
     with pytest.raises(WireError, match="candidates"):
-        rollout_from_json(record, may_be_extended=True)
+        from_record(Rollout, record, may_be_extended=True)

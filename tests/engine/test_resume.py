@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from sglang_topp.errors import BadRequestError
 from sglang_topp_client import AsyncRolloutClient, Rollout
-from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import from_record, to_record
 from sglang_topp_patches.releases import Feature
 from tests.engine.pushed_weights import check_sets, restore_weights
 from tests.engine.requests_during_push import InFlight
@@ -363,14 +363,14 @@ async def test_through_the_sidecar(engine: Engine, reference_models: dict[str, A
                 check_begins(rollout, part)
 
             records = [
-                rollout_to_json(parts[0]),
-                rollout_to_json(parts[1].extend([7, 8])),
-                rollout_to_json(whole),
+                to_record(parts[0]),
+                to_record(parts[1].extend([7, 8])),
+                to_record(whole),
             ]
             body = {"rollouts": records, "sampling_params": GREEDY, "top_logprobs_p": P}
             answer = await http.post("/rollouts", json=body)
             assert answer.status_code == 200, answer.text
-            longer = [rollout_from_json(one, may_be_extended=True) for one in answer.json()["rollouts"]]
+            longer = [from_record(Rollout, one, may_be_extended=True) for one in answer.json()["rollouts"]]
             assert longer[0].output_ids.tolist() == longer[2].output_ids.tolist() == whole.output_ids.tolist()
             assert longer[1].loss_mask.tolist() == [1] * len(parts[1].output_ids) + [0, 0] + [1] * LENGTH
             check(longer[0], reference_models)

@@ -10,7 +10,7 @@ import numpy as np
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
 from sglang_topp_client.wire.error_json import error_from_json
-from sglang_topp_client.wire.records import rollout_from_json
+from sglang_topp_client.wire.records import from_record
 from tests.engine.candidate_set_checks import ROUNDING, check_rollout, checked_sets
 from tests.soak.random_requests import VOCAB_SIZE, Ask
 
@@ -87,7 +87,7 @@ def check_lines(text: str, ask: Ask) -> None:
         if "error" in record:  # the error of one prompt, whose sample was aborted with all others
             raise error_from_json(record["error"])
     assert end == {"done": True, "rollouts": ask.n}, end
-    check_whole([rollout_from_json(record) for record in records], ask)
+    check_whole([from_record(Rollout, record) for record in records], ask)
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 
 from sglang_topp import formats
-from sglang_topp_client.wire.records import rollout_from_json
+from sglang_topp_client import Rollout
+from sglang_topp_client.wire.records import from_record
 from tests.engine.candidate_set_checks import checked_sets
 from tests.soak.answer_checks import check_chunk, check_lines, check_whole, events, samples_of
 from tests.soak.checked_callers import LIMIT_S, AbortedError, Callers, Order, require_idle
@@ -95,7 +96,7 @@ class _Mix(Callers):
         if ask.stream:
             check_lines(answer.text, ask)
         else:
-            check_whole([rollout_from_json(record) for record in answer.json()["rollouts"]], ask)
+            check_whole([from_record(Rollout, record) for record in answer.json()["rollouts"]], ask)
 
     async def to_engine(self, ask: Ask, rid: str) -> None:
         while True:

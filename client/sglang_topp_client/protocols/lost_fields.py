@@ -15,7 +15,7 @@ from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
 from sglang_topp_client.argument_checks import fresh_id
 from sglang_topp_client.rollout import SAMPLER
-from sglang_topp_client.wire.field_checks import parse_token_ids, read_field
+from sglang_topp_client.wire.typed_json import convert, parse_token_ids
 
 __all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
 
@@ -73,8 +73,8 @@ def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) 
         WireError: another field of the request or of the answer was lost. The error's `field` and message
             name the lost field.
     """
-    meta_info = read_field(answer, "meta_info", dict) if isinstance(answer, dict) else None
-    if meta_info is None:
+    meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta_info, dict):
         raise WireError("meta_info", f"{base_url} answered {describe(answer)}, expected one answer")
     for name, (sign, is_there) in _SIGNS.items():
         if name in body and not is_there(body, meta_info):
@@ -85,7 +85,8 @@ def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) 
     for key in (*_BASE64_KEYS, "weight_versions"):
         if key not in meta_info:
             raise _lost(WireError, base_url, key, "it is missing in an answer with candidate sets")
-    formats.decode_top_p(meta_info, parse_token_ids("output_ids", read_field(answer, "output_ids", list)))
+    output_ids = convert(answer.get("output_ids"), list[int], field="output_ids")
+    formats.decode_top_p(meta_info, parse_token_ids("output_ids", output_ids))
 
 
 def _lost(kind: type[WireError], base_url: str, field: str, what: str) -> WireError:

@@ -30,15 +30,12 @@ cannot resume an interrupted sample.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp.engine_contract import RESUMED
@@ -55,15 +52,9 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.resume import empty_rollout
-from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, Score, spans_from_json
-from sglang_topp_client.wire.field_checks import (
-    check_kept_mass,
-    check_seconds,
-    check_sets,
-    parse_token_ids,
-    read_field,
-    read_text,
-)
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Count, Logprobs, Rollout, Score, TokenIds
+from sglang_topp_client.wire.records import WeightSpan, check_kept_mass, check_sets, read_spans
+from sglang_topp_client.wire.typed_json import convert, decode_json, parse_token_ids
 
 __all__ = [
     "TOKENIZE_PATH",
@@ -79,6 +70,53 @@ _FINISHED = ("stop", "length")
 # phrases.
 _TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
 _Result = TypeVar("_Result")
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """An item of SGLang's list of log-probs, `[logprob, token_id, text or null]`.
+
+    There is one for each token, so the garbage collector does not track them.
+    """
+
+    logprob: float | None
+    token_id: int
+    text: str | None = None
+
+
+class _MetaInfo(TypedDict, total=False):
+    # The client may later abort the request by this id. SGLang matches the id in an abort as a prefix, so an
+    # empty id would abort every request.
+    id: Required[Annotated[str, msgspec.Meta(min_length=1)]]
+    finish_reason: Any
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    e2e_latency: Annotated[float, msgspec.Meta(le=1e12)]
+    weight_version: str | int | None
+    weight_versions: list[WeightSpan] | None
+    resumed_tokens: Any
+    output_token_logprobs: list[TokenLogprob]
+    input_token_logprobs: list[TokenLogprob]
+    top_logprobs_source: Any
+    output_top_p_logprobs: Any
+    output_top_p_logprobs_val_base64: Any
+    output_top_p_logprobs_idx_base64: Any
+    output_top_p_logprobs_lengths: Any
+    input_top_p_logprobs: Any
+    input_top_p_logprobs_val_base64: Any
+    input_top_p_logprobs_idx_base64: Any
+    input_top_p_logprobs_lengths: Any
+
+
+class _Chunk(TypedDict, total=False):
+    """A chunk of a stream. Fields of type `Any` are checked where they are read."""
+
+    index: int
+    text: str | None
+    output_ids: list[int]
+    prompt_token_ids: list[int]
+    meta_info: _MetaInfo
+    error: Any
 
 
 class StreamedExchange(ABC, Generic[_Result]):
@@ -102,7 +140,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         """
         self._wanted = wanted
         self._rid = fresh_id(request_id)
-        self._chunks: dict[int, list[Mapping[str, Any]]] = {}
+        self._chunks: dict[int, list[_Chunk]] = {}
         self._engine_ids: dict[int, str] = {}
         if len(self._wanted.samples) == 1:
             self._engine_ids[0] = self._rid
@@ -174,31 +212,28 @@ class StreamedExchange(ABC, Generic[_Result]):
             self.complete = True
             return []
         # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
-        chunk = decode_chunk(memoryview(line)[start:])
+        chunk = decode_json(memoryview(line)[start:], _Chunk, field="stream")
         if "error" in chunk:
             raise _reported_error(chunk["error"], self.prompts_field)
+        _require(chunk, "output_ids", "meta_info")
         return self._take(chunk)
 
-    def _take(self, chunk: dict[str, Any]) -> list[tuple[int, _Result]]:
-        index = read_field(chunk, "index", int) if "index" in chunk else 0
+    def _take(self, chunk: _Chunk) -> list[tuple[int, _Result]]:
+        index = chunk.get("index", 0)
         if index not in range(len(self._wanted.samples)) or index in self._finished:
             raise WireError(
                 "index",
                 f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
             )
-        meta_info = read_field(chunk, "meta_info", dict)
-        # The client may later abort the request by this id. SGLang matches the id in an abort as a prefix, so
-        # an empty id would abort every request.
-        if not (engine_id := read_text(meta_info, "id")):
-            raise WireError("id", "got an empty string, expected the engine's id of the request")
-        self._engine_ids[index] = engine_id
+        meta_info = chunk["meta_info"]
+        self._engine_ids[index] = meta_info["id"]
         reason = meta_info.get("finish_reason")
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
         _check_resumed(self._wanted, meta_info)
         # On an engine with --incremental-streaming-output, a chunk has only the new tokens, so keep all
         # chunks of a sample until the sample finishes.
-        is_whole = meta_info.get("completion_tokens") == len(read_field(chunk, "output_ids", list))
+        is_whole = meta_info.get("completion_tokens") == len(chunk["output_ids"])
         earlier = [] if is_whole else self._chunks.get(index, [])
         self._chunks[index] = [*earlier, chunk]
         if reason is None:
@@ -208,10 +243,10 @@ class StreamedExchange(ABC, Generic[_Result]):
         return [(self._wanted.samples[index], self._result(index, self._chunks.pop(index)))]
 
     @abstractmethod
-    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> _Result:
+    def _result(self, index: int, chunks: list[_Chunk]) -> _Result:
         """Decode the chunks of a finished sample."""
 
-    def _prompt_ids(self, last: Mapping[str, Any]) -> NDArray[np.int32]:
+    def _prompt_ids(self, last: _Chunk) -> TokenIds:
         """Return the prompt's token ids.
 
         `last` is the sample's last chunk. Raise WireError if the prompt length in `last` differs from the
@@ -221,7 +256,7 @@ class StreamedExchange(ABC, Generic[_Result]):
             prompt_ids = _text_prompt_ids(last)
         else:
             prompt_ids = np.array(self._wanted.prompt, np.int32)
-        if (count := read_field(last["meta_info"], "prompt_tokens", int)) != len(prompt_ids):
+        if (count := last["meta_info"]["prompt_tokens"]) != len(prompt_ids):
             raise WireError(
                 "prompt_tokens",
                 f"got {describe(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another"
@@ -233,21 +268,23 @@ class StreamedExchange(ABC, Generic[_Result]):
 class GenerateExchange(StreamedExchange[Rollout]):
     """One `POST /generate` that generates samples."""
 
-    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Rollout:
+    def _result(self, index: int, chunks: list[_Chunk]) -> Rollout:
         wanted, last = self._wanted, chunks[-1]
         meta_info = last["meta_info"]
         if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
             return _empty_rollout_from_chunk(wanted, wanted.samples[index], last)
+        _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency")
         parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
-        if (count := read_field(meta_info, "completion_tokens", int)) != len(output_ids):
+        if (count := meta_info["completion_tokens"]) != len(output_ids):
             raise WireError(
                 "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
             )
 
-        entries = [
-            e for chunk in chunks for e in read_field(chunk["meta_info"], "output_token_logprobs", list)
-        ]
+        entries: list[TokenLogprob] = []
+        for chunk in chunks:
+            _require(chunk["meta_info"], "output_token_logprobs")
+            entries += chunk["meta_info"]["output_token_logprobs"]
         # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
         logprobs = parse_token_logprobs(
             "output_token_logprobs", entries if count else [], output_ids, of="output"
@@ -266,7 +303,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
                 check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
             # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
             # boundary between two weight versions can be off by one token, so the client ignores the field.
-            weight_spans = spans_from_json(meta_info.get("weight_versions"), len(output_ids))
+            if (versions := meta_info.get("weight_versions")) is not None:
+                weight_spans = read_spans("weight_versions", versions)
 
         return Rollout(
             prompt_index=wanted.prompt_index,
@@ -274,16 +312,14 @@ class GenerateExchange(StreamedExchange[Rollout]):
             request_id=meta_info["id"],
             prompt_ids=self._prompt_ids(last),
             output_ids=output_ids,
-            text="".join("" if chunk.get("text") is None else read_text(chunk, "text") for chunk in chunks),
+            text="".join(chunk.get("text") or "" for chunk in chunks),
             logprobs=logprobs,
             candidates=candidates,
             finish_reason=meta_info["finish_reason"]["type"],
             weight_version=read_weight_version(meta_info),
-            cached_tokens=read_field(meta_info, "cached_tokens", int),
+            cached_tokens=meta_info["cached_tokens"],
             # The latency is negative if the engine's clock was set back during the request.
-            latency_s=check_seconds(
-                "e2e_latency", max(read_field(meta_info, "e2e_latency", (int, float)), 0)
-            ),
+            latency_s=max(meta_info["e2e_latency"], 0.0),
             top_logprobs_source=wanted.top_logprobs_source,
             weight_spans=weight_spans,
         )
@@ -298,7 +334,7 @@ def _is_order(reason: Any) -> bool:
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
 
 
-def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
+def _check_resumed(wanted: SampleRequest, meta_info: _MetaInfo) -> None:
     if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
         raise WireError(
             RESUMED,
@@ -307,17 +343,22 @@ def _check_resumed(wanted: SampleRequest, meta_info: Mapping[str, Any]) -> None:
         )
 
 
-def _text_prompt_ids(chunk: Mapping[str, Any]) -> NDArray[np.int32]:
-    name = "prompt_token_ids"
-    if name not in chunk:
+def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
+    for name in names:
+        if name not in fields:
+            raise WireError(name, "missing, but required")
+
+
+def _text_prompt_ids(chunk: _Chunk) -> TokenIds:
+    if "prompt_token_ids" not in chunk:
         raise WireError(
-            name,
+            "prompt_token_ids",
             "got nothing for a text prompt: SGLang before 0.5.13 returns no token ids; give token ids",
         )
-    return parse_token_ids(name, read_field(chunk, name, list))
+    return parse_token_ids("prompt_token_ids", chunk["prompt_token_ids"])
 
 
-def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: Mapping[str, Any]) -> Rollout:
+def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: _Chunk) -> Rollout:
     """Return the rollout of a sample that was aborted before its first token."""
     if chunk["output_ids"]:
         raise WireError("output_ids", f"got {len(chunk['output_ids'])} ids, but completion_tokens is 0")
@@ -405,10 +446,11 @@ class GenerateScoreExchange(StreamedExchange[Score]):
         sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
         return super().body() | {"logprob_start_len": self._start - 1} | sets
 
-    def _result(self, index: int, chunks: list[Mapping[str, Any]]) -> Score:
+    def _result(self, index: int, chunks: list[_Chunk]) -> Score:
         start, last = self._start, chunks[-1]
         meta_info = last["meta_info"]
-        if count := read_field(meta_info, "completion_tokens", int):
+        _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", _LOGPROBS)
+        if count := meta_info["completion_tokens"]:
             raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
         token_ids = self._prompt_ids(last)
         if start > len(token_ids):
@@ -417,7 +459,7 @@ class GenerateScoreExchange(StreamedExchange[Score]):
                 status=400,
             )
         scored = token_ids[start:]
-        logprobs = _logprobs(read_field(meta_info, _LOGPROBS, list), token_ids, start)
+        logprobs = _logprobs(meta_info["input_token_logprobs"], token_ids, start)
         sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
         if sets.sizes[0]:
             raise WireError(_SETS, f"got a set before position {start}, the first requested position")
@@ -434,11 +476,11 @@ class GenerateScoreExchange(StreamedExchange[Score]):
             logprobs=logprobs,
             candidates=None if p is None else candidates,
             weight_version=read_weight_version(meta_info),
-            cached_tokens=read_field(meta_info, "cached_tokens", int),
+            cached_tokens=meta_info["cached_tokens"],
         )
 
 
-def _logprobs(entries: list[TokenLogprob], token_ids: NDArray[np.int32], start: int) -> NDArray[np.float32]:
+def _logprobs(entries: list[TokenLogprob], token_ids: TokenIds, start: int) -> Logprobs:
     """Return the log-probs of the tokens from `start` on, float32 [L - start], where L is `len(token_ids)`.
 
     `entries` is SGLang's list `input_token_logprobs`. The first entry of the list belongs to the token at
@@ -455,80 +497,9 @@ def _logprobs(entries: list[TokenLogprob], token_ids: NDArray[np.int32], start: 
     return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
-    """An item of SGLang's list of log-probs, `[logprob, token_id, text or null]`.
-
-    There is one for each token, so the garbage collector does not track them.
-    """
-
-    logprob: float | None
-    token_id: int
-    text: str | None = None
-
-
-class _MetaInfo(TypedDict, total=False):
-    id: Any
-    finish_reason: Any
-    prompt_tokens: Any
-    completion_tokens: Any
-    cached_tokens: Any
-    e2e_latency: Any
-    weight_version: Any
-    weight_versions: Any
-    resumed_tokens: Any
-    output_token_logprobs: list[TokenLogprob]
-    input_token_logprobs: list[TokenLogprob]
-    top_logprobs_source: Any
-    output_top_p_logprobs: Any
-    output_top_p_logprobs_val_base64: Any
-    output_top_p_logprobs_idx_base64: Any
-    output_top_p_logprobs_lengths: Any
-    input_top_p_logprobs: Any
-    input_top_p_logprobs_val_base64: Any
-    input_top_p_logprobs_idx_base64: Any
-    input_top_p_logprobs_lengths: Any
-
-
-class _Chunk(TypedDict, total=False):
-    """A chunk of a stream. Fields of type `Any` are checked where they are read."""
-
-    index: Any
-    text: Any
-    output_ids: Any
-    prompt_token_ids: Any
-    meta_info: _MetaInfo
-    error: Any
-
-
-_CHUNK = msgspec.json.Decoder(_Chunk)
-_PROBLEM = re.compile(
-    r"Expected (?P<expected>.*?)(?:, got (?P<got>.*?))?(?: - at \$(?:.*\.)?(?P<field>\w+)(?P<at>[^.]*))?"
-)
-
-
-def decode_chunk(text: bytes | memoryview) -> dict[str, Any]:
-    """Decode one JSON chunk of an answer. Unknown fields are left out.
-
-    Raises:
-        WireError: the text is not a JSON object, or a field has another type.
-    """
-    try:
-        return dict(_CHUNK.decode(text))
-    except msgspec.ValidationError as error:
-        message = str(error).replace("`", "")
-        if (problem := _PROBLEM.fullmatch(message)) is None:
-            raise WireError("stream", message) from None
-        place = f" at {problem['at']}" if problem["at"] else ""
-        raise WireError(
-            problem["field"] or "stream", f"got {problem['got']}, expected {problem['expected']}{place}"
-        ) from None
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError("stream", f"got {bytes(text[:200])!r}: {error}") from None
-
-
 def parse_token_logprobs(
-    field: str, entries: list[TokenLogprob], token_ids: NDArray[np.int32], *, of: str
-) -> NDArray[np.float32]:
+    field: str, entries: list[TokenLogprob], token_ids: TokenIds, *, of: str
+) -> Logprobs:
     """Return the log-probs in SGLang's list of items, as float32 [T].
 
     Args:
@@ -553,17 +524,19 @@ def parse_token_logprobs(
     return logprobs
 
 
-def read_weight_version(meta_info: Mapping[str, Any]) -> str | None:
+def read_weight_version(meta_info: _MetaInfo) -> str | None:
     """Return the field `weight_version` as text, or None if the answer has no weight version."""
+    # A Python program may pass an integer to SGLang's class `ServerArgs`, as the argument `weight_version`,
+    # and the class does not convert this integer to text.
     version = meta_info.get("weight_version")
-    if version is None:
-        return None
-    # Also accept an integer. A Python program may pass an integer to SGLang's class `ServerArgs`, as the
-    # argument `weight_version`, and the class does not convert this integer to text.
-    return str(version) if type(version) is int else read_text(meta_info, "weight_version")
+    return None if version is None else str(version)
 
 
 TOKENIZE_PATH = "/tokenize"
+
+
+class _Tokens(TypedDict):
+    tokens: list[int]
 
 
 def tokenize_body(messages: Messages) -> dict[str, Any]:
@@ -577,9 +550,9 @@ def tokenized_ids(answer: Any) -> list[int]:
     Raises:
         WireError: the answer has no token ids.
     """
-    if not isinstance(answer, dict):
-        raise WireError(TOKENIZE_PATH, f"got {type(answer).__name__}, expected an object")
-    ids: list[int] = parse_token_ids("tokens", read_field(answer, "tokens", list)).tolist()
+    ids: list[int] = parse_token_ids(
+        "tokens", convert(answer, _Tokens, field=TOKENIZE_PATH)["tokens"]
+    ).tolist()
     if not ids:
         raise WireError("tokens", "got none: the chat template renders nothing for the messages")
     return ids

@@ -24,7 +24,6 @@ message or an error message as JSON. Any other sidecar sends every message as a 
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -35,16 +34,9 @@ from sglang_topp_client.argument_checks import fresh_id
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
 from sglang_topp_client.wire.error_json import error_from_json
-from sglang_topp_client.wire.field_checks import check_kept_mass
 from sglang_topp_client.wire.frame import is_frame
-from sglang_topp_client.wire.records import (
-    ROLLOUTS_MEDIA_TYPE,
-    SCORES_MEDIA_TYPE,
-    rollout_from_bytes,
-    rollout_from_json,
-    score_from_bytes,
-    score_from_json,
-)
+from sglang_topp_client.wire.records import MEDIA_TYPES, check_kept_mass, from_frame, from_record
+from sglang_topp_client.wire.typed_json import decode_json
 
 __all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
 
@@ -66,18 +58,18 @@ class _SidecarExchange(ABC, Generic[_Result]):
     Attributes:
         path: the route. The final message has a field with the route's name, such as `rollouts`, which counts
             the results that the sidecar sent.
-        media_type: the media type of an answer whose messages begin with their length.
+        result: the class of the results.
         missing_route: the error message if the sidecar does not have the route `path`.
     """
 
     path: str
-    media_type: str
+    result: type[_Result]
     missing_route = ""
 
     def __init__(
         self, wanted: SampleRequest, *, request_id: str, timeout_s: float | None = None, max_bytes: int
     ) -> None:
-        self.accept = f"{self.media_type}, application/x-ndjson;q=0.5"
+        self.accept = f"{MEDIA_TYPES[self.result]}, application/x-ndjson;q=0.5"
         self._max_bytes = max_bytes
         self._wanted = wanted
         self._request_id = fresh_id(request_id)
@@ -88,14 +80,6 @@ class _SidecarExchange(ABC, Generic[_Result]):
     @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
-
-    @abstractmethod
-    def _from_bytes(self, raw: bytes) -> _Result:
-        """Decode a binary record."""
-
-    @abstractmethod
-    def _from_json(self, record: dict[str, Any]) -> _Result:
-        """Decode a JSON record."""
 
     @abstractmethod
     def _check(self, result: _Result) -> tuple[int, _Result]:
@@ -128,13 +112,8 @@ class _SidecarExchange(ABC, Generic[_Result]):
         if not line:
             return []
         if is_frame(line):
-            return [self._place(self._from_bytes(line))]
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise WireError("stream", f"got {line[:200]!r}: {error}") from None
-        if not isinstance(record, dict):
-            raise WireError("stream", f"got {type(record).__name__}, expected an object")
+            return [self._place(from_frame(self.result, line, max_bytes=self._max_bytes))]
+        record = decode_json(line, dict[str, Any], field="stream")
         if "error" in record:
             raise error_from_json(record["error"])
         if record.get("done"):
@@ -147,7 +126,7 @@ class _SidecarExchange(ABC, Generic[_Result]):
                 )
             self.complete = True
             return []
-        return [self._place(self._from_json(record))]
+        return [self._place(from_record(self.result, record))]
 
     def _place(self, result: _Result) -> tuple[int, _Result]:
         sample, placed = self._check(result)
@@ -159,7 +138,7 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
     """One `POST /rollouts` request and its answer."""
 
     path = "/rollouts"
-    media_type = ROLLOUTS_MEDIA_TYPE
+    result = Rollout
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
@@ -181,12 +160,6 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
         if wanted.resumed_tokens:
             body[RESUMED] = [wanted.resumed_tokens]
         return body
-
-    def _from_bytes(self, raw: bytes) -> Rollout:
-        return rollout_from_bytes(raw, max_bytes=self._max_bytes)
-
-    def _from_json(self, record: dict[str, Any]) -> Rollout:
-        return rollout_from_json(record)
 
     def _check(self, result: Rollout) -> tuple[int, Rollout]:
         wanted = self._wanted
@@ -218,7 +191,7 @@ class ScoresExchange(_SidecarExchange[Score]):
     """One `POST /scores` request and its answer."""
 
     path = "/scores"
-    media_type = SCORES_MEDIA_TYPE
+    result = Score
     missing_route = (
         "this sidecar has no /scores, because its version of sglang-topp is too old to score; install the"
         " client's version there, or use its engine directly (kind='sglang')"
@@ -235,12 +208,6 @@ class ScoresExchange(_SidecarExchange[Score]):
             "timeout_s": self._timeout_s,
             "stream": True,
         }
-
-    def _from_bytes(self, raw: bytes) -> Score:
-        return score_from_bytes(raw, max_bytes=self._max_bytes)
-
-    def _from_json(self, record: dict[str, Any]) -> Score:
-        return score_from_json(record)
 
     def _check(self, result: Score) -> tuple[int, Score]:
         wanted = self._wanted

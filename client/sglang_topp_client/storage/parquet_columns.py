@@ -1,31 +1,19 @@
 """Convert rollouts to the columns of an Arrow table and back, with every field restored bit for bit.
 
-One row of the table is one rollout. T is the number of the rollout's output tokens. The columns are::
+One row of the table is one rollout. Each field that `Rollout` declares is a column of its name, or as
+`_COLUMNS` says of its type: the candidate sets are three columns, and `weight_spans` are SGLang's
+`weight_versions`. T is the number of the rollout's output tokens::
 
-    prompt_index, sample_index      int64
-    request_id                      string
-    prompt_ids, output_ids          list<int32>
-    text                            string
-    logprobs                        list<float>, T
     candidate_ids                   list<list<int32>>, T; null without sets
     candidate_logprobs              list<list<float>>, the same lengths; null if the sets have no log-probs
     candidate_sampled_ids           list<int32>, T, of the sets; null without sets, or if equal to output_ids
-    top_logprobs_source             string or null
-    top_logprobs_p                  double or null
-    sampling_params                 string, a JSON object, or null
-    finish_reason                   string
-    weight_version                  string or null
     weight_versions                 list<struct<version: string, start: int32, end: int32>>, or null
-    cached_tokens                   int64
-    latency_s                       double
-    routing_key                     string
+    sampling_params                 string, a JSON object, or null
     appended_spans                  list<struct<start: int32, end: int32>>
 
-Most columns hold the attribute of the same name in `sglang_topp_client.rollout.Rollout`. The columns
-`candidate_...` hold the attribute `candidates`. The sampled ids can differ from `output_ids`, because an
-empty set may have the sampled id `NO_TOKEN`. The column `weight_versions` holds the attribute `weight_spans`.
+The sampled ids can differ from `output_ids`, because an empty set may have the sampled id `NO_TOKEN`.
 
-A trainer adds the columns below. Each is optional, and may be null in any row::
+A trainer adds the columns that `TrainerScores` declares. Each is optional, and may be null in any row::
 
     trainer_logprobs                list<float>, T; natural log-probs over the whole vocabulary
     trainer_masked_logprobs         list<float>, T; natural log-probs over the candidate sets
@@ -35,18 +23,32 @@ A trainer adds the columns below. Each is optional, and may be null in any row::
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.argument_checks import is_text, whole_number
-from sglang_topp_client.rollout import Rollout, WeightSpans, spans_to_json
+from sglang_topp.errors import InvalidInputError, WireError
+from sglang_topp_client.argument_checks import find_json_problem
+from sglang_topp_client.rollout import (
+    FIELDS,
+    Count,
+    Logprobs,
+    Probability,
+    Rollout,
+    Seconds,
+    Source,
+    TokenIds,
+    TokenRanges,
+    WeightSpans,
+    find_problems,
+)
+from sglang_topp_client.wire.records import write_spans
+from sglang_topp_client.wire.typed_json import convert
 
 __all__ = [
     "TrainerScores",
@@ -62,15 +64,6 @@ __all__ = [
 ]
 
 _MAX_ENTRIES = (1 << 31) - 1
-_INT64_MAX = (1 << 63) - 1
-_COUNTS = ("prompt_index", "sample_index", "cached_tokens")
-_TEXTS = ("request_id", "text", "finish_reason", "routing_key")
-_TEXTS_OR_NONE = ("top_logprobs_source", "weight_version")
-_ARRAYS: dict[str, type[np.number[Any]]] = {
-    "prompt_ids": np.int32,
-    "output_ids": np.int32,
-    "logprobs": np.float32,
-}
 
 
 def pyarrow() -> Any:
@@ -93,92 +86,116 @@ def pyarrow() -> Any:
     return pyarrow
 
 
+def _list_of(kind: Any) -> Any:
+    return pyarrow().list_(_whole("element", kind))
+
+
+def _whole(name: str, kind: Any) -> Any:
+    return pyarrow().field(name, kind, nullable=False)
+
+
+def _struct(**kinds: Any) -> Any:
+    return pyarrow().struct([_whole(name, kind) for name, kind in kinds.items()])
+
+
+def _params_from_json(text: str) -> dict[str, Any]:
+    try:
+        params = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"sampling_params: got invalid JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise InvalidInputError(f"sampling_params: got {type(params).__name__}, expected an object")
+    return params
+
+
+class _Column(NamedTuple):
+    """How a type of field is stored.
+
+    Attributes:
+        kind: returns the column's Arrow type.
+        write, read: the conversions between a value and the Python value that Arrow stores.
+        name: the column's name, or "" if it is the attribute's name.
+    """
+
+    kind: Callable[[], Any]
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = lambda value: value
+    name: str = ""
+
+
+_TEXT, _NUMBER = _Column(lambda: pyarrow().string()), _Column(lambda: pyarrow().float64())
+_ARRAYS: dict[Any, type[np.number[Any]]] = {TokenIds: np.int32, Logprobs: np.float32}
+_COLUMNS: dict[Any, _Column] = {
+    Count: _Column(lambda: pyarrow().int64()),
+    str: _TEXT,
+    Source: _TEXT,
+    Seconds: _NUMBER,
+    Probability: _NUMBER,
+    TokenIds: _Column(lambda: _list_of(pyarrow().int32())),
+    Logprobs: _Column(lambda: _list_of(pyarrow().float32())),
+    CandidateSets: _Column(lambda: _list_of(_list_of(pyarrow().int32())), name="candidate_ids"),
+    WeightSpans: _Column(
+        lambda: _list_of(_struct(version=pyarrow().string(), start=pyarrow().int32(), end=pyarrow().int32())),
+        write_spans,
+        lambda spans: tuple((one["version"], one["end"] - one["start"]) for one in spans),
+        "weight_versions",
+    ),
+    TokenRanges: _Column(
+        lambda: _list_of(_struct(start=pyarrow().int32(), end=pyarrow().int32())),
+        lambda ranges: [{"start": start, "end": end} for start, end in ranges],
+        lambda ranges: tuple((one["start"], one["end"]) for one in ranges),
+    ),
+    Mapping[str, Any]: _Column(
+        lambda: pyarrow().string(), lambda params: json.dumps(params, ensure_ascii=False), _params_from_json
+    ),
+}
+_ROLLOUT = tuple((field, _COLUMNS[field.type]) for field in FIELDS[Rollout])
+_PLAIN = tuple(field for field in FIELDS[Rollout] if field.type not in (*_ARRAYS, CandidateSets))
+_PLAIN_TYPES = msgspec.defstruct(
+    "Rollout", [(one.name, one.type | None if one.is_optional else one.type) for one in _PLAIN]
+)
+
+
 def schema() -> Any:
     """Return the `pyarrow.Schema` of the table."""
     pa = pyarrow()
-
-    def whole(name: str, kind: Any) -> Any:
-        return pa.field(name, kind, nullable=False)
-
-    def listed(kind: Any) -> Any:
-        return pa.list_(whole("element", kind))
-
-    span = pa.struct([whole("version", pa.string()), whole("start", pa.int32()), whole("end", pa.int32())])
-    stretch = pa.struct([whole("start", pa.int32()), whole("end", pa.int32())])
-    return pa.schema(
-        [
-            whole("prompt_index", pa.int64()),
-            whole("sample_index", pa.int64()),
-            whole("request_id", pa.string()),
-            whole("prompt_ids", listed(pa.int32())),
-            whole("output_ids", listed(pa.int32())),
-            whole("text", pa.string()),
-            whole("logprobs", listed(pa.float32())),
-            pa.field("candidate_ids", listed(listed(pa.int32()))),
-            pa.field("candidate_logprobs", listed(listed(pa.float32()))),
-            pa.field("candidate_sampled_ids", listed(pa.int32())),
-            pa.field("top_logprobs_source", pa.string()),
-            pa.field("top_logprobs_p", pa.float64()),
-            pa.field("sampling_params", pa.string()),
-            whole("finish_reason", pa.string()),
-            pa.field("weight_version", pa.string()),
-            pa.field("weight_versions", listed(span)),
-            whole("cached_tokens", pa.int64()),
-            whole("latency_s", pa.float64()),
-            whole("routing_key", pa.string()),
-            whole("appended_spans", listed(stretch)),
-        ]
-    )
+    columns = []
+    for field, column in _ROLLOUT:
+        columns.append(pa.field(column.name or field.name, column.kind(), nullable=field.is_optional))
+        if field.type == CandidateSets:
+            columns.append(pa.field("candidate_logprobs", _list_of(_list_of(pa.float32()))))
+            columns.append(pa.field("candidate_sampled_ids", _list_of(pa.int32())))
+    return pa.schema(columns)
 
 
 def check_rollout(rollout: Rollout) -> None:
     """Raise InvalidInputError if a field of `rollout` cannot be stored. The error names the field."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
-    for name in _COUNTS:
-        if whole_number(name, getattr(rollout, name), 0) > _INT64_MAX:
-            raise InvalidInputError(f"{name}: got {describe(getattr(rollout, name))}, expected 64 bits")
-    for name in _TEXTS:
-        _check_text(name, getattr(rollout, name))
-    for name in _TEXTS_OR_NONE:
-        if getattr(rollout, name) is not None:
-            _check_text(name, getattr(rollout, name))
-    _params_to_json(rollout)
-    for name, dtype in _ARRAYS.items():
-        array = getattr(rollout, name)
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            kind = (
-                f"{array.dtype} {list(array.shape)}"
-                if isinstance(array, np.ndarray)
-                else type(array).__name__
-            )
-            raise InvalidInputError(f"{name}: got {kind}, expected {dtype.__name__} with one dimension")
-    if rollout.top_logprobs_p is not None and not isinstance(rollout.top_logprobs_p, Real):
-        raise InvalidInputError(f"top_logprobs_p: got {describe(rollout.top_logprobs_p)}, expected a number")
-    if not isinstance(rollout.latency_s, Real):
-        raise InvalidInputError(f"latency_s: got {describe(rollout.latency_s)}, expected seconds")
-    num_tokens = len(rollout.output_ids)
-    if len(rollout.logprobs) != num_tokens:
-        raise InvalidInputError(f"logprobs: got {len(rollout.logprobs)} for {num_tokens} output_ids")
-    if (spans := rollout.weight_spans) is not None:
-        for version, count in spans:
-            _check_text("weight_spans", version)
-            whole_number("weight_spans", count, 0)
-        if sum(count for _, count in spans) != num_tokens:
-            raise InvalidInputError(f"weight_spans: got {describe(spans)} for {num_tokens} output_ids")
-    end = 0
-    for span in rollout.appended_spans:
-        start, after = (whole_number("appended_spans", bound, end) for bound in span)
-        if not start < after <= num_tokens:
-            raise InvalidInputError(f"appended_spans: got {describe(span)} for {num_tokens} output_ids")
-        end = after
-    if (sets := rollout.candidates) is not None:
-        if len(sets) != num_tokens:
-            raise InvalidInputError(f"candidates: got {len(sets)} positions for {num_tokens} output_ids")
-        if len(sets.token_ids) > _MAX_ENTRIES:
-            raise InvalidInputError(
-                f"candidates: got {len(sets.token_ids)}, expected at most {_MAX_ENTRIES} per rollout"
-            )
+    plain = {field.name: getattr(rollout, field.name) for field in _PLAIN}
+    try:
+        convert(plain, _PLAIN_TYPES, field="rollout")
+    except WireError as error:
+        raise InvalidInputError(str(error)) from None
+    for name, value in plain.items():
+        if (unstorable := find_json_problem(value)) is not None:
+            raise InvalidInputError(f"{name}: {unstorable}")
+    for field in FIELDS[Rollout]:
+        if field.type in _ARRAYS:
+            _check_array(field.name, getattr(rollout, field.name), _ARRAYS[field.type])
+    for name, problem in find_problems(rollout):
+        raise InvalidInputError(f"{name}: {problem}")
+    if (sets := rollout.candidates) is not None and len(sets.token_ids) > _MAX_ENTRIES:
+        raise InvalidInputError(
+            f"candidates: got {len(sets.token_ids)}, expected at most {_MAX_ENTRIES} per rollout"
+        )
+
+
+def _check_array(name: str, value: Any, dtype: type[np.number[Any]]) -> None:
+    is_array = isinstance(value, np.ndarray)
+    if not is_array or value.dtype != dtype or value.ndim != 1:
+        kind = f"{value.dtype} {list(value.shape)}" if is_array else type(value).__name__
+        raise InvalidInputError(f"{name}: got {kind}, expected {dtype.__name__} with one dimension")
 
 
 def num_bytes_of(rollout: Rollout) -> int:
@@ -195,34 +212,17 @@ def to_batch(rollouts: Sequence[Rollout]) -> Any:
     `check_rollout` must accept each rollout. The rollouts must have fewer than 2^31 candidates in total.
     """
     pa = pyarrow()
-    kinds = schema()
-    sets = [rollout.candidates for rollout in rollouts]
-    with_logprobs = [one if one is not None and one.has_logprobs else None for one in sets]
-    others = [_other_sampled_ids(rollout) for rollout in rollouts]
-    spans = [None if one.weight_spans is None else spans_to_json(one.weight_spans) for one in rollouts]
-    columns = {
-        name: _lists(pa, [getattr(rollout, name) for rollout in rollouts], dtype)
-        for name, dtype in _ARRAYS.items()
-    } | {
-        "candidate_ids": _nested(
-            pa, sets, [None if one is None else one.token_ids for one in sets], np.int32
-        ),
-        "candidate_logprobs": _nested(
-            pa, with_logprobs, [None if one is None else one.logprobs for one in with_logprobs], np.float32
-        ),
-        "candidate_sampled_ids": _lists(pa, others, np.int32),
-        "weight_versions": pa.array(spans, kinds.field("weight_versions").type),
-        "sampling_params": pa.array([_params_to_json(one) for one in rollouts], pa.string()),
-        "appended_spans": pa.array(
-            [[{"start": start, "end": end} for start, end in one.appended_spans] for one in rollouts],
-            kinds.field("appended_spans").type,
-        ),
-    }
-    for field in kinds:
-        if field.name not in columns:
-            values = [getattr(rollout, field.name) for rollout in rollouts]
-            columns[field.name] = pa.array(values, field.type)
-    return pa.record_batch([columns[field.name] for field in kinds], schema=kinds)
+    columns = []
+    for field, column in _ROLLOUT:
+        values = [getattr(rollout, field.name) for rollout in rollouts]
+        if field.type == CandidateSets:
+            columns += _set_columns(values, [rollout.output_ids for rollout in rollouts])
+        elif field.type in _ARRAYS:
+            columns.append(_lists(values, _ARRAYS[field.type]))
+        else:
+            stored = [None if value is None else column.write(value) for value in values]
+            columns.append(pa.array(stored, column.kind()))
+    return pa.record_batch(columns, schema=schema())
 
 
 def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollout]:
@@ -238,29 +238,32 @@ def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollo
         InvalidInputError: a column cannot be read, or a row holds no valid rollout; the error names it.
     """
     columns = read_columns(batch, schema())
+    readers = {
+        field.name: _reader(columns, field.type, column.name or field.name) for field, column in _ROLLOUT
+    }
     rows = range(len(batch)) if rows is None else rows
     del batch
-    prompt_ids, output_ids, logprobs = (_Lists(columns[name]) for name in _ARRAYS)
-    sets, plain = _Sets(columns), (*_COUNTS, *_TEXTS, *_TEXTS_OR_NONE, "latency_s", "top_logprobs_p")
     for row, number in enumerate(rows):
-        spans = columns["weight_versions"][row].as_py()
         try:
-            rollout = Rollout(
-                **{name: columns[name][row].as_py() for name in plain},
-                prompt_ids=prompt_ids[row],
-                output_ids=output_ids[row],
-                logprobs=logprobs[row],
-                candidates=sets.read(row, output_ids[row]),
-                weight_spans=None if spans is None else _spans(spans),
-                sampling_params=_params_from_json(columns["sampling_params"][row].as_py()),
-                appended_spans=tuple(
-                    (span["start"], span["end"]) for span in columns["appended_spans"][row].as_py()
-                ),
-            )
+            rollout = Rollout(**{name: read(row) for name, read in readers.items()})
             check_rollout(rollout)
         except InvalidInputError as error:
             raise InvalidInputError(f"rollout {number}: {error}") from error
         yield rollout
+
+
+def _reader(columns: Mapping[str, Any], kind: Any, name: str) -> Callable[[int], Any]:
+    """Return a function that reads the value of one row."""
+    if kind == CandidateSets:
+        return _Sets(columns).read
+    if kind in _ARRAYS:
+        return _Lists(columns[name]).__getitem__
+
+    def read(row: int) -> Any:
+        value = columns[name][row].as_py()
+        return None if value is None else _COLUMNS[kind].read(value)
+
+    return read
 
 
 def read_columns(batch: Any, fields: Iterable[Any]) -> dict[str, Any]:
@@ -298,7 +301,7 @@ def _cast(field: Any, column: Any) -> Any:
     if pa.types.is_list(kind) and hasattr(column.type, "value_field"):
         lengths = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
         values = _cast(kind.value_field, pa.compute.list_flatten(column))
-        return _cut(pa, lengths, values, column.is_null() if column.null_count else None)
+        return _cut(lengths, values, column.is_null() if column.null_count else None)
     if pa.types.is_struct(kind) and pa.types.is_struct(column.type):
         if missing := {one.name for one in kind} - {one.name for one in column.type}:
             raise InvalidInputError(f"got no {min(missing)}, expected {kind}")
@@ -355,17 +358,18 @@ class _Sets:
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._ids, self._logprobs = _Lists(columns["candidate_ids"]), _Lists(columns["candidate_logprobs"])
         self._sampled_ids = _Lists(columns["candidate_sampled_ids"])
+        self._output_ids = _Lists(columns["output_ids"])
         self._positions, self._known = _Lists(self._ids.values), _Lists(self._logprobs.values)
 
-    def read(self, row: int, output_ids: NDArray[np.int32]) -> CandidateSets | None:
+    def read(self, row: int) -> CandidateSets | None:
         if self._ids.is_null(row):
             return None
         token_ids, offsets = self._flat(self._positions, self._ids.span(row))
         logprobs = None
         if not self._logprobs.is_null(row):
             logprobs, _ = self._flat(self._known, self._logprobs.span(row))
-        sampled_ids = output_ids if self._sampled_ids.is_null(row) else self._sampled_ids[row]
-        return CandidateSets(token_ids, logprobs, offsets, sampled_ids)
+        sampled_ids = self._output_ids if self._sampled_ids.is_null(row) else self._sampled_ids
+        return CandidateSets(token_ids, logprobs, offsets, sampled_ids[row])
 
     @staticmethod
     def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -377,13 +381,26 @@ class _Sets:
         return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
 
 
-def _lists(pa: Any, rows: Sequence[NDArray[Any] | None], dtype: type[np.number[Any]]) -> Any:
+def _set_columns(sets: Sequence[CandidateSets | None], output_ids: Sequence[TokenIds]) -> list[Any]:
+    """Return the three columns of candidate sets."""
+    with_logprobs = [one if one is not None and one.has_logprobs else None for one in sets]
+    others = [
+        None if one is None or np.array_equal(one.sampled_ids, ids) else one.sampled_ids
+        for one, ids in zip(sets, output_ids, strict=True)
+    ]
+    return [
+        _nested(sets, [None if one is None else one.token_ids for one in sets], np.int32),
+        _nested(with_logprobs, [None if one is None else one.logprobs for one in with_logprobs], np.float32),
+        _lists(others, np.int32),
+    ]
+
+
+def _lists(rows: Sequence[NDArray[Any] | None], dtype: type[np.number[Any]]) -> Any:
     values = np.concatenate([np.empty(0, dtype), *(row for row in rows if row is not None)])
-    return _with_offsets(pa, rows, pa.array(values))
+    return _with_offsets(rows, pyarrow().array(values))
 
 
 def _nested(
-    pa: Any,
     sets: Sequence[CandidateSets | None],
     values: Sequence[NDArray[Any] | None],
     dtype: type[np.number[Any]],
@@ -397,59 +414,21 @@ def _nested(
     sizes = [None if one is None else one.sizes for one in sets]
     flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
     inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])
-    return _with_offsets(pa, sizes, _cut(pa, inner_sizes, pa.array(flat)))
+    return _with_offsets(sizes, _cut(inner_sizes, pyarrow().array(flat)))
 
 
-def _with_offsets(pa: Any, rows: Sequence[NDArray[Any] | None], values: Any) -> Any:
+def _with_offsets(rows: Sequence[NDArray[Any] | None], values: Any) -> Any:
     lengths = np.array([0 if row is None else len(row) for row in rows], np.int64)
     is_null = np.array([row is None for row in rows], bool)
-    return _cut(pa, lengths, values, pa.array(is_null) if is_null.any() else None)
+    return _cut(lengths, values, pyarrow().array(is_null) if is_null.any() else None)
 
 
-def _cut(pa: Any, lengths: NDArray[np.int64], values: Any, mask: Any = None) -> Any:
+def _cut(lengths: NDArray[np.int64], values: Any, mask: Any = None) -> Any:
+    pa = pyarrow()
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     kind = pa.list_(pa.field("element", values.type, nullable=False))
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind, mask=mask)
-
-
-def _other_sampled_ids(rollout: Rollout) -> NDArray[np.int32] | None:
-    sets = rollout.candidates
-    if sets is None or np.array_equal(sets.sampled_ids, rollout.output_ids):
-        return None
-    return sets.sampled_ids
-
-
-def _spans(objects: Sequence[dict[str, Any]]) -> WeightSpans:
-    return tuple((one["version"], one["end"] - one["start"]) for one in objects)
-
-
-def _params_to_json(rollout: Rollout) -> str | None:
-    if rollout.sampling_params is None:
-        return None
-    try:
-        text = json.dumps(rollout.sampling_params, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"sampling_params: cannot be written as JSON: {error}") from None
-    _check_text("sampling_params", text)
-    return text
-
-
-def _params_from_json(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        params = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"sampling_params: got invalid JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise InvalidInputError(f"sampling_params: got {type(params).__name__}, expected an object")
-    return params
-
-
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not is_text(value):
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected text")
 
 
 @dataclass(frozen=True, eq=False)
@@ -470,7 +449,7 @@ class TrainerScores:
 def trainer_fields() -> dict[str, Any]:
     """Return the `pyarrow.Field` of each column that a trainer adds, by column name."""
     pa = pyarrow()
-    floats = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    floats = _list_of(pa.float32())
     kinds = {"trainer_logprobs": floats, "trainer_masked_logprobs": floats, "reward": pa.float64()}
     return {name: pa.field(name, kind) for name, kind in kinds.items()}
 

@@ -51,7 +51,7 @@ from sglang_topp_client.transport import fd_limit, framing
 from sglang_topp_client.transport.extra_headers import as_headers
 from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.wire.error_json import error_from_json
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE
+from sglang_topp_client.wire.records import MEDIA_TYPES
 
 __all__ = ["HttpClient", "ServerConfig", "check_key", "check_url", "server_urls"]
 
@@ -68,7 +68,7 @@ _MAX_ERROR_BYTES = 1 << 16
 # `probe` therefore waits in so many steps. In each step the loop reads what has arrived.
 _PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
-_FRAMED = (ROLLOUTS_MEDIA_TYPE, SCORES_MEDIA_TYPE)
+_FRAMED = tuple(MEDIA_TYPES.values())
 
 _log = logging.getLogger(__name__)
 

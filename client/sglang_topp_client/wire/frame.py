@@ -1,13 +1,11 @@
-"""Binary frame: encode a record (a JSON object with arrays) as one Zstandard frame, and decode the frame.
+"""Binary frame: encode a JSON object and arrays as one Zstandard frame, and decode the frame.
 
 The frame's header states the length of the uncompressed content, and the frame ends with a checksum. All
 numbers in the content are little-endian. The content has these parts::
 
     4 bytes     the length of the JSON, uint32
-    …           the record's JSON, without its arrays
-    …           the arrays, int32 or float32, with lengths that the reader computes from the JSON
-
-If a record has candidate sets, the last three arrays are the sizes, the ids, and the log-probs of the sets.
+    …           the JSON object
+    …           the arrays, int32 or float32, with lengths that the reader knows from the JSON
 
 An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
 first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
@@ -21,45 +19,27 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from sglang_topp import CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
-from sglang_topp_client.wire.field_checks import read_count
+from sglang_topp.formats.field_parsing import FLOAT32, INT32
 
 __all__ = ["FrameReader", "encode_frame", "is_frame"]
 
 _LEVEL = -1
 _JSON_BYTES = struct.Struct("<I")
 _BLOCK = 1 << 16
-_SETS = "candidates"
 
 
-def encode_frame(
-    record: Mapping[str, Any], arrays: Sequence[NDArray[Any]], sets: CandidateSets | None
-) -> bytes:
-    """Encode one record as a frame.
-
-    Args:
-        record: a JSON-serializable object. The frame's JSON is this object plus the field `num_candidates`.
-        arrays: 1-D, int32 or float32.
-        sets: the candidate sets, with log-probs. In the frame, the sizes, ids, and log-probs of the sets
-            follow the arrays.
-    """
-    num_candidates = None if sets is None else len(sets.token_ids)
-    text = json.dumps(
-        {**record, "num_candidates": num_candidates}, ensure_ascii=False, separators=(",", ":")
-    ).encode()
+def encode_frame(record: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> bytes:
+    """Encode a JSON-serializable object and one-dimensional arrays of int32 or float32 as a frame."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
     numbers = list(arrays)
-    if sets is not None:
-        numbers += [sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs]
     num_bytes = _JSON_BYTES.size + len(text) + sum(array.nbytes for array in numbers)
     compressor = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compressobj(size=num_bytes)
     parts = [compressor.compress(_JSON_BYTES.pack(len(text)) + text)]
@@ -78,7 +58,7 @@ def is_frame(raw: bytes) -> bool:
 
 
 class FrameReader:
-    """A reader of one frame. First read the arrays, in the frame's order, and then call `sets`.
+    """A reader of one frame. Read the arrays in the frame's order, and then call `end`.
 
     Args:
         raw: the bytes of the whole frame.
@@ -86,10 +66,10 @@ class FrameReader:
             length, the reader does not decompress the frame.
 
     Attributes:
-        record: the JSON object of the frame.
+        text: the text of the frame's JSON object.
 
     Raises:
-        WireError: the frame was cut or altered, is too long, or holds no JSON object.
+        WireError: the frame was cut or altered, or is too long.
     """
 
     def __init__(self, raw: bytes, *, max_bytes: int) -> None:
@@ -97,46 +77,20 @@ class FrameReader:
         self._at = _JSON_BYTES.size
         if len(self._content) < self._at:
             raise WireError("frame", f"got {len(self._content)} bytes, expected at least {self._at}")
-        text = bytes(self._take(_JSON_BYTES.unpack_from(self._content)[0], "bytes of JSON"))
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise WireError("frame", f"its JSON cannot be read: {error}") from None
-        if not isinstance(record, dict):
-            raise WireError("frame", f"its JSON is {type(record).__name__}, expected an object")
-        self.record: dict[str, Any] = record
+        self.text = self._take(_JSON_BYTES.unpack_from(self._content)[0], "bytes of JSON")
 
     def int32(self, count: int, what: str) -> NDArray[np.int32]:
-        """Read the frame's next `count` numbers as a read-only array.
-
-        `what` is the array's name in error messages.
-        """
+        """Read the frame's next `count` numbers as a read-only array, which errors call `what`."""
         return self._array(INT32, count, what)
 
     def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the frame's next `count` numbers as a read-only array.
-
-        `what` is the array's name in error messages.
-        """
+        """Read the frame's next `count` numbers as a read-only array, which errors call `what`."""
         return self._array(FLOAT32, count, what)
 
-    def sets(self, sampled_ids: NDArray[np.int32]) -> CandidateSets | None:
-        """Read the candidate sets, the last part of the frame. Return None if the record has no sets.
-
-        Args:
-            sampled_ids: int32 [T], the sampled token of each set.
-        """
-        sets = None
-        if self.record.get("num_candidates") is not None:
-            n = read_count(self.record, "num_candidates")
-            sizes = self.int32(len(sampled_ids), "set sizes")
-            token_ids, logprobs = self.int32(n, "candidate ids"), self.float32(n, "candidate log-probs")
-            names = ("token_ids", "logprobs", "offsets", "sampled_ids")
-            with renaming_errors({name: f"{_SETS}.{name}" for name in names}):
-                sets = CandidateSets(token_ids, logprobs, offsets_of(sizes), sampled_ids)
+    def end(self) -> None:
+        """Raise WireError if the frame has more than what was read."""
         if self._at != len(self._content):
             raise WireError("frame", f"got {len(self._content)} bytes, expected {self._at}")
-        return sets
 
     def _array(self, dtype: np.dtype[Any], count: int, what: str) -> NDArray[Any]:
         planes = np.frombuffer(self._take(4 * count, what), np.uint8)

@@ -1,121 +1,224 @@
 """Encode rollouts and scores as JSON records or as binary frames, and decode them.
 
-A JSON record of a rollout has these fields::
+A record is a JSON object with the fields that `rollout.py` declares, and with the number of ids of each list
+of token ids (`prompt_tokens`, `completion_tokens`, or `num_tokens`). Each field has the same name and value
+in JSON, except for the types in `_JSON`: token ids are lists, log-probs are base64 of little-endian float32,
+candidate sets are base64 of `sglang_topp.formats.pack`, `weight_spans` are SGLang's `weight_versions`, and
+seconds are in `timing`.
 
-    prompt_index                        the index of the prompt in the request, from 0
-    sample_index                        the index of the sample among the prompt's samples, from 0
-    request_id                          the engine's id of the sample
-    prompt_ids, output_ids              lists of integers
-    text                                string
-    logprobs                            base64 of little-endian float32, one per output token
-    candidates                          base64 of `sglang_topp.formats.pack`, or null
-    top_logprobs_source                 "distribution" or "sampler" (`rollout.py`), or null
-    top_logprobs_p                      the requested threshold p of the sets, or null
-    sampling_params                     an object without `n`, or null
-    finish_reason                       "stop", "length", "abort", or "extended"
-    weight_version                      string or null, for the last token
-    weight_versions                     [{"version", "start", "end"}, ...] (`weight_spans`), or null
-    prompt_tokens, completion_tokens, cached_tokens
-    timing                              {"latency_s": seconds}
-    routing_key                         string
-    appended_spans                      [[start, end], ...], the output ids that `Rollout.extend` appended
-
-A JSON record of a score has these fields::
-
-    sequence_index                      the index of the sequence in the request, from 0
-    request_id                          the engine's id of the request
-    token_ids                           list of integers, the whole sequence
-    start                               the first scored position
-    logprobs                            base64 of little-endian float32, one per position from `start` on
-    candidates                          base64 of `formats.pack`, one set per scored position, or null
-    weight_version                      string or null
-    num_tokens, cached_tokens           integers
-
-A frame (`frame.py`) holds the record's JSON without arrays and sets, then the arrays `prompt_ids` and
-`output_ids`, or `token_ids`, then `logprobs`, and then the candidate sets.
+A frame (`frame.py`) holds the record's JSON without arrays and sets, then the token ids, the log-probs, and
+the candidate sets, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import pybase64
-from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp.errors import WireError, describe
-from sglang_topp.formats.field_parsing import FLOAT32
-from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout, Score, spans_from_json, spans_to_json
-from sglang_topp_client.wire.field_checks import (
-    check_ids,
-    check_seconds,
-    check_sets,
-    read_count,
-    read_field,
-    read_float32,
-    read_optional_text,
-    read_text,
-    read_token_ids,
+from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
+from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
+from sglang_topp_client.rollout import (
+    FIELDS,
+    Count,
+    Field,
+    Logprobs,
+    Rollout,
+    Score,
+    Seconds,
+    TokenIds,
+    TokenRanges,
+    WeightSpans,
+    find_problems,
+    scored_ids,
 )
 from sglang_topp_client.wire.frame import FrameReader, encode_frame
+from sglang_topp_client.wire.typed_json import check_ids, convert, decode_json, parse_token_ids
 
 __all__ = [
-    "ROLLOUTS_MEDIA_TYPE",
-    "SCORES_MEDIA_TYPE",
-    "rollout_from_bytes",
-    "rollout_from_json",
-    "rollout_to_bytes",
-    "rollout_to_json",
-    "score_from_bytes",
-    "score_from_json",
-    "score_to_bytes",
-    "score_to_json",
+    "JSON_FIELDS",
+    "MEDIA_TYPES",
+    "JsonField",
+    "WeightSpan",
+    "check_kept_mass",
+    "check_sets",
+    "from_frame",
+    "from_record",
+    "read_spans",
+    "to_frame",
+    "to_record",
+    "write_spans",
 ]
 
-
-ROLLOUTS_MEDIA_TYPE = "application/vnd.sglang-topp.rollouts.v1"
-SCORES_MEDIA_TYPE = "application/vnd.sglang-topp.scores.v1"
+MEDIA_TYPES: dict[type[Rollout | Score], str] = {
+    Rollout: "application/vnd.sglang-topp.rollouts.v1",
+    Score: "application/vnd.sglang-topp.scores.v1",
+}
 """The media types of answers whose messages begin with their length (`framing.py`).
 
-Each message holds a rollout or a score as a Zstandard frame, or a JSON object.
+Each message holds a result as a frame, or a JSON object.
 """
 
-_NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+_Result = TypeVar("_Result", Rollout, Score)
+_NUM_CANDIDATES = "num_candidates"
+_NO_LOGPROBS = np.empty(0, np.float32)
 
 
-def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
-    """Return one finished sample as a JSON object, ready for `json.dumps`."""
-    return {
-        "prompt_index": rollout.prompt_index,
-        "sample_index": rollout.sample_index,
-        "request_id": rollout.request_id,
-        "prompt_ids": rollout.prompt_ids.tolist(),
-        "output_ids": rollout.output_ids.tolist(),
-        "text": rollout.text,
-        "logprobs": pybase64.b64encode(rollout.logprobs.astype(FLOAT32).tobytes()).decode("ascii"),
-        "candidates": None if rollout.candidates is None else formats.pack_base64(rollout.candidates),
-        "top_logprobs_source": rollout.top_logprobs_source,
-        "top_logprobs_p": rollout.top_logprobs_p,
-        "sampling_params": rollout.sampling_params,
-        "finish_reason": rollout.finish_reason,
-        "weight_version": rollout.weight_version,
-        "weight_versions": None if rollout.weight_spans is None else spans_to_json(rollout.weight_spans),
-        "prompt_tokens": len(rollout.prompt_ids),
-        "completion_tokens": len(rollout.output_ids),
-        "cached_tokens": rollout.cached_tokens,
-        "timing": {"latency_s": rollout.latency_s},
-        "routing_key": rollout.routing_key,
-        "appended_spans": [list(span) for span in rollout.appended_spans],
-    }
+@dataclass(frozen=True)
+class Timing:
+    """Durations in seconds."""
+
+    latency_s: Seconds
 
 
-def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
-    """Decode a record that `rollout_to_json` encoded. Unknown fields of the record are ignored.
+@dataclass(frozen=True)
+class WeightSpan:
+    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+def write_spans(spans: WeightSpans) -> list[dict[str, Any]]:
+    """Return spans in the form of SGLang's field `weight_versions`."""
+    objects = []
+    start = 0
+    for version, count in spans:
+        objects.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return objects
+
+
+def read_spans(field: str, objects: Sequence[WeightSpan]) -> WeightSpans:
+    """Return the spans in the form of SGLang's field `weight_versions`, without those of no token.
+
+    Raises:
+        WireError: the spans do not begin at token 0, or one does not begin at the end of the span before.
+    """
+    spans, end = [], 0
+    for one in objects:
+        if one.start != end or one.end < end:
+            raise WireError(field, f"got tokens {one.start} to {one.end}, expected those from {end} on")
+        if one.end > end:
+            spans.append((one.version, one.end - end))
+        end = one.end
+    return tuple(spans)
+
+
+def _read_logprobs(field: str, text: str) -> Logprobs:
+    try:
+        raw = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(field, f"not base64: {error}") from None
+    if len(raw) % FLOAT32.itemsize:
+        raise WireError(field, f"got {len(raw)} bytes, expected a multiple of {FLOAT32.itemsize}")
+    return np.frombuffer(raw, FLOAT32).astype(np.float32, copy=False)
+
+
+class JsonField(NamedTuple):
+    """How a type of field is written in JSON.
+
+    Attributes:
+        json: the type of the JSON value.
+        write: the conversion to JSON.
+        read: the conversion from JSON. Its arguments are the field's name in errors, and the JSON value.
+        name: the field's name in JSON, or "" if it is the attribute's name.
+        form: what the field's description says of the JSON value.
+    """
+
+    json: Any
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[str, Any], Any] = lambda _, value: value
+    name: str = ""
+    form: str = ""
+
+
+_JSON: dict[Any, JsonField] = {
+    TokenIds: JsonField(list[int], np.ndarray.tolist, parse_token_ids),
+    Logprobs: JsonField(
+        str,
+        lambda logprobs: pybase64.b64encode(logprobs.astype(FLOAT32).tobytes()).decode("ascii"),
+        _read_logprobs,
+        form="base64 of little-endian float32",
+    ),
+    CandidateSets: JsonField(
+        str,
+        formats.pack_base64,
+        lambda _, text: formats.unpack_base64(text),
+        form="base64 of `sglang_topp.formats.pack`",
+    ),
+    Seconds: JsonField(
+        Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
+    ),
+    WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+    TokenRanges: JsonField(
+        list[tuple[Count, Count]],
+        lambda ranges: [list(one) for one in ranges],
+        lambda _, ranges: tuple(ranges),
+    ),
+}
+_ARRAYS = (TokenIds, Logprobs, CandidateSets)
+
+
+def _json_fields(result: type[Rollout | Score]) -> tuple[tuple[Field, JsonField], ...]:
+    pairs = []
+    for field in FIELDS[result]:
+        found = _JSON.get(field.type, JsonField(field.type))
+        pairs.append((field, found._replace(name=found.name or field.name)))
+    return tuple(pairs)
+
+
+JSON_FIELDS = {one: _json_fields(one) for one in FIELDS}
+"""Each field of a result's class, with how it is written in JSON under its `name`."""
+
+
+def _record_type(result: type[Rollout | Score], *, framed: bool) -> type[msgspec.Struct]:
+    """Return a type that msgspec decodes a record into. A frame's JSON has no arrays."""
+    declared: list[Any] = [(_NUM_CANDIDATES, Count | None)] if framed else []
+    for field, in_json in JSON_FIELDS[result]:
+        if field.count_name:
+            declared.append((field.count_name, Count))
+        if framed and field.type in _ARRAYS:
+            continue
+        kind = in_json.json | None if field.is_optional else in_json.json
+        default = field.default if field.default in (MISSING, None) else in_json.write(field.default)
+        declared.append((in_json.name, kind, *(() if default is MISSING else (default,))))
+    return msgspec.defstruct(f"{result.__name__}Record", declared, kw_only=True)
+
+
+_RECORDS = {one: _record_type(one, framed=False) for one in FIELDS}
+_FRAMED = {one: _record_type(one, framed=True) for one in FIELDS}
+
+
+def to_record(result: Rollout | Score) -> dict[str, Any]:
+    """Return a result as a JSON object, ready for `json.dumps`."""
+    return _to_record(result, framed=False)
+
+
+def _to_record(result: Rollout | Score, *, framed: bool) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for field, in_json in JSON_FIELDS[type(result)]:
+        value = getattr(result, field.name)
+        if field.count_name:
+            record[field.count_name] = len(value)
+        if not framed or field.type not in _ARRAYS:
+            record[in_json.name] = None if value is None else in_json.write(value)
+    return record
+
+
+def from_record(result: type[_Result], record: Any, *, may_be_extended: bool = False) -> _Result:
+    """Decode a record that `to_record` encoded. Unknown fields of the record are ignored.
 
     Args:
+        result: the class of the result.
         record: the JSON object.
         may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
             candidate sets.
@@ -124,245 +227,142 @@ def rollout_from_json(record: Any, *, may_be_extended: bool = False) -> Rollout:
         WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
             field.
     """
-    if not isinstance(record, Mapping):
-        raise WireError("record", f"got {type(record).__name__}, expected an object")
-    prompt_ids, output_ids = read_token_ids(record, "prompt_ids"), read_token_ids(record, "output_ids")
-    for name, ids in (("prompt_tokens", prompt_ids), ("completion_tokens", output_ids)):
-        if (count := read_count(record, name)) != len(ids):
-            raise WireError(name, f"got {count}, but there are {len(ids)} ids")
-    packed = record.get("candidates")
-    candidates = None if packed is None else formats.unpack_base64(packed)
-    logprobs = read_float32(record, "logprobs")
-    return build_rollout(
-        record, prompt_ids, output_ids, logprobs, candidates, may_be_extended=may_be_extended
-    )
+    row = convert(record, _RECORDS[result], field="record")
+    values = _values(result, row, framed=False)
+    for field in FIELDS[result]:
+        if field.count_name and (count := getattr(row, field.count_name)) != len(values[field.name]):
+            raise WireError(field.count_name, f"got {count}, but there are {len(values[field.name])} ids")
+    return _checked(result(**values), may_be_extended=may_be_extended)
 
 
-def build_rollout(
-    record: Mapping[str, Any],
-    prompt_ids: NDArray[np.int32],
-    output_ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    candidates: CandidateSets | None,
-    *,
-    may_be_extended: bool = False,
-) -> Rollout:
-    """Build a rollout from a record's JSON fields and decoded arrays.
+def to_frame(result: Rollout | Score) -> bytes:
+    """Encode a result as a frame."""
+    record, sets = _to_record(result, framed=True), result.candidates
+    arrays = [getattr(result, field.name) for field in FIELDS[type(result)] if field.count_name]
+    arrays.append(result.logprobs)
+    if sets is not None:
+        arrays += [sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs]
+    return encode_frame(record | {_NUM_CANDIDATES: None if sets is None else len(sets.token_ids)}, arrays)
+
+
+def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int) -> _Result:
+    """Decode a frame that `to_frame` encoded. Unknown fields in the frame's JSON are ignored.
 
     Args:
-        record: the JSON fields other than the arrays. Unknown fields are ignored.
-        prompt_ids: int32 [P].
-        output_ids: int32 [T].
-        logprobs: float32 [T].
-        candidates: the candidate sets of the T positions, or None if the record has no sets.
-        may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
-            candidate sets.
+        result: the class of the result.
+        raw: one frame.
+        max_bytes: the maximum length of the decompressed content.
 
     Raises:
-        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
-            field.
+        WireError: the frame was cut or altered, is too long, or does not hold a valid result; the error names
+            the field.
     """
-    if len(logprobs) != len(output_ids):
-        raise WireError("logprobs", f"got {len(logprobs)} for {len(output_ids)} output_ids")
-    if np.isnan(logprobs).any():
-        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
-    if candidates is not None:
-        check_sets(candidates, output_ids, logprobs, field="candidates", may_be_extended=may_be_extended)
-    latency_s = check_seconds(
-        "latency_s", read_field(read_field(record, "timing", dict), "latency_s", (int, float))
-    )
-    return Rollout(
-        prompt_index=read_count(record, "prompt_index"),
-        sample_index=read_count(record, "sample_index"),
-        request_id=read_text(record, "request_id"),
-        prompt_ids=prompt_ids,
-        output_ids=output_ids,
-        text=read_text(record, "text"),
-        logprobs=logprobs,
-        candidates=candidates,
-        finish_reason=read_text(record, "finish_reason"),
-        weight_version=read_optional_text(record, "weight_version"),
-        cached_tokens=read_count(record, "cached_tokens"),
-        latency_s=latency_s,
-        top_logprobs_source=_source(record, has_sets=candidates is not None),
-        weight_spans=spans_from_json(record.get("weight_versions"), len(output_ids)),
-        routing_key=read_text(record, "routing_key") if "routing_key" in record else "",
-        top_logprobs_p=_threshold(record),
-        sampling_params=_sampling_params(record),
-        appended_spans=_appended_spans(record, len(output_ids), may_be_extended=may_be_extended),
-    )
+    frame = FrameReader(raw, max_bytes=max_bytes)
+    row = decode_json(frame.text, _FRAMED[result], field="frame")
+    values = _values(result, row, framed=True)
+    for field in FIELDS[result]:
+        if field.count_name:
+            count = getattr(row, field.count_name)
+            values[field.name] = frame.int32(count, f"{count} {field.name}")
+            check_ids(field.name, values[field.name])
+    bare = result(**values, logprobs=_NO_LOGPROBS, candidates=None)
+    scored = scored_ids(bare)
+    logprobs = frame.float32(len(scored), f"{len(scored)} logprobs")
+    sets = None
+    if (num_candidates := getattr(row, _NUM_CANDIDATES)) is not None:
+        sizes = frame.int32(len(scored), "set sizes")
+        token_ids = frame.int32(num_candidates, "candidate ids")
+        candidate_logprobs = frame.float32(num_candidates, "candidate log-probs")
+        names = ("token_ids", "logprobs", "offsets", "sampled_ids")
+        with renaming_errors({name: f"candidates.{name}" for name in names}):
+            sets = CandidateSets(token_ids, candidate_logprobs, offsets_of(sizes), scored)
+    frame.end()
+    return _checked(replace(bare, logprobs=logprobs, candidates=sets), may_be_extended=False)
 
 
-def _source(record: Mapping[str, Any], *, has_sets: bool) -> str | None:
-    if not has_sets:
-        return None
-    source = record.get("top_logprobs_source", DISTRIBUTION)
-    if source not in (None, DISTRIBUTION, SAMPLER):
-        raise WireError(
-            "top_logprobs_source", f"got {describe(source)}, expected {DISTRIBUTION!r}, {SAMPLER!r}, or null"
+def _values(result: type[Rollout | Score], row: msgspec.Struct, *, framed: bool) -> dict[str, Any]:
+    values = {}
+    for field, in_json in JSON_FIELDS[result]:
+        if not framed or field.type not in _ARRAYS:
+            value = getattr(row, in_json.name)
+            values[field.name] = None if value is None else in_json.read(in_json.name, value)
+    return values
+
+
+def _checked(result: _Result, *, may_be_extended: bool) -> _Result:
+    """Return a decoded result, or raise WireError if one of its fields contradicts another."""
+    for name, problem in find_problems(result):
+        names = {field.name: in_json.name for field, in_json in JSON_FIELDS[type(result)]}
+        raise WireError(names[name], problem)
+    if np.isnan(result.logprobs).any():
+        raise WireError("logprobs", f"got NaN at position {int(np.isnan(result.logprobs).argmax())}")
+    if result.candidates is not None:
+        check_sets(
+            result.candidates,
+            scored_ids(result),
+            result.logprobs,
+            field="candidates",
+            may_be_extended=may_be_extended,
         )
-    return None if source is None else str(source)
+    if isinstance(result, Rollout) and result.appended_spans and not may_be_extended:
+        raise WireError(
+            "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
+        )
+    return result
 
 
-def _threshold(record: Mapping[str, Any]) -> float | None:
-    p = record.get("top_logprobs_p")
-    if p is None:
-        return None
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 1:
-        raise WireError("top_logprobs_p", f"got {describe(p)}, expected a number above 0, up to 1, or null")
-    return float(p)
+def check_sets(
+    candidates: CandidateSets,
+    output_ids: TokenIds,
+    logprobs: Logprobs,
+    *,
+    field: str,
+    may_be_extended: bool = False,
+) -> None:
+    """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
 
-
-def _sampling_params(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    params = record.get("sampling_params")
-    if params is not None and not isinstance(params, Mapping):
-        raise WireError("sampling_params", f"got {type(params).__name__}, expected an object or null")
-    return params
-
-
-def _appended_spans(
-    record: Mapping[str, Any], num_tokens: int, *, may_be_extended: bool
-) -> tuple[tuple[int, int], ...]:
-    name, spans, end = "appended_spans", record.get("appended_spans", []), 0
-    if not isinstance(spans, list):
-        raise WireError(name, f"got {type(spans).__name__}, expected a list")
-    if spans and not may_be_extended:
-        raise WireError(name, f"got {describe(spans)}, expected only generated tokens")
-    for span in spans:
-        is_pair = isinstance(span, list) and len(span) == 2 and {type(one) for one in span} == {int}
-        if not is_pair or not end <= span[0] < span[1] <= num_tokens:
-            raise WireError(name, f"got {describe(span)}, expected [start, end] from {end} to {num_tokens}")
-        end = span[1]
-    return tuple((start, end) for start, end in spans)
-
-
-def rollout_to_bytes(rollout: Rollout) -> bytes:
-    """Encode one finished sample as a frame."""
-    bare = replace(rollout, prompt_ids=_NO_IDS, output_ids=_NO_IDS, logprobs=_NO_LOGPROBS, candidates=None)
-    record = rollout_to_json(bare) | {
-        "prompt_tokens": len(rollout.prompt_ids),
-        "completion_tokens": len(rollout.output_ids),
-    }
-    for name in ("prompt_ids", "output_ids", "logprobs", "candidates"):
-        del record[name]
-    arrays = (rollout.prompt_ids, rollout.output_ids, rollout.logprobs)
-    return encode_frame(record, arrays, rollout.candidates)
-
-
-def rollout_from_bytes(raw: bytes, *, max_bytes: int) -> Rollout:
-    """Decode a frame that `rollout_to_bytes` encoded. Unknown fields in the frame's JSON are ignored.
+    The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
+    compares the log-probs for equality. The check therefore also rejects sets of another position or request,
+    and log-probs that were computed at another temperature.
 
     Args:
-        raw: one frame.
-        max_bytes: the maximum length of the decompressed content.
-
-    Raises:
-        WireError: the frame was cut or altered, is too long, or does not hold a valid sample; the error names
-            the field.
+        candidates: the candidate sets of T positions.
+        output_ids: int32 [T].
+        logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
+        field: the name of the sets in error messages.
+        may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
+            sets, and the log-prob 0.
     """
-    frame = FrameReader(raw, max_bytes=max_bytes)
-    num_prompt, num_output = (
-        read_count(frame.record, name) for name in ("prompt_tokens", "completion_tokens")
-    )
-    prompt_ids = frame.int32(num_prompt, f"{num_prompt} prompt_ids")
-    output_ids = frame.int32(num_output, f"{num_output} output_ids")
-    logprobs = frame.float32(num_output, f"{num_output} logprobs")
-    check_ids("prompt_ids", prompt_ids)
-    check_ids("output_ids", output_ids)
-    return build_rollout(frame.record, prompt_ids, output_ids, logprobs, frame.sets(output_ids))
+    if len(candidates) != len(output_ids):
+        raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
+    if len(wrong := np.flatnonzero(candidates.sampled_ids != output_ids)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got sampled token {candidates.sampled_ids[t]} at position {t}, expected {output_ids[t]}",
+        )
+    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
+        raise MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
+    if not candidates.has_logprobs:
+        raise WireError(field, "got sets without log-probs")
+    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
+        t = int(wrong[0])
+        raise WireError(
+            field,
+            f"got log-prob {candidates.sampled_logprobs[t]} of the sampled token at position {t}, expected"
+            f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
+        )
 
 
-def score_to_json(score: Score) -> dict[str, Any]:
-    """Return one scored sequence as a JSON object, ready for `json.dumps`."""
-    return {
-        "sequence_index": score.sequence_index,
-        "request_id": score.request_id,
-        "token_ids": score.token_ids.tolist(),
-        "start": score.start,
-        "logprobs": pybase64.b64encode(score.logprobs.astype(FLOAT32).tobytes()).decode("ascii"),
-        "candidates": None if score.candidates is None else formats.pack_base64(score.candidates),
-        "weight_version": score.weight_version,
-        "num_tokens": len(score.token_ids),
-        "cached_tokens": score.cached_tokens,
-    }
+def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
+    """Raise WireError if a set's total probability is too low or too high for the threshold `p`.
 
-
-def score_from_json(record: Any) -> Score:
-    """Decode a record that `score_to_json` encoded. Unknown fields of the record are ignored.
-
-    Raises:
-        WireError: a field is missing, has the wrong type, or contradicts another field; the error names the
-            field.
-    """
-    if not isinstance(record, Mapping):
-        raise WireError("record", f"got {type(record).__name__}, expected an object")
-    token_ids = read_token_ids(record, "token_ids")
-    if (count := read_count(record, "num_tokens")) != len(token_ids):
-        raise WireError("num_tokens", f"got {count}, but there are {len(token_ids)} ids")
-    packed = record.get("candidates")
-    candidates = None if packed is None else formats.unpack_base64(packed)
-    return _score(record, token_ids, read_float32(record, "logprobs"), candidates)
-
-
-def score_to_bytes(score: Score) -> bytes:
-    """Encode one scored sequence as a frame."""
-    bare = replace(score, token_ids=_NO_IDS, logprobs=_NO_LOGPROBS, candidates=None)
-    record = score_to_json(bare) | {"num_tokens": len(score.token_ids)}
-    for name in ("token_ids", "logprobs", "candidates"):
-        del record[name]
-    return encode_frame(record, (score.token_ids, score.logprobs), score.candidates)
-
-
-def score_from_bytes(raw: bytes, *, max_bytes: int) -> Score:
-    """Decode a frame that `score_to_bytes` encoded. Unknown fields in the frame's JSON are ignored.
+    `CandidateSets.check_kept_mass` defines the limits.
 
     Args:
-        raw: one frame.
-        max_bytes: the maximum length of the decompressed content.
-
-    Raises:
-        WireError: the frame was cut or altered, is too long, or does not hold a valid score; the error names
-            the field.
+        candidates: the candidate sets of T positions.
+        p: the requested threshold, in (0, 1].
+        field: the name of the sets in error messages.
     """
-    frame = FrameReader(raw, max_bytes=max_bytes)
-    num_tokens, start = read_count(frame.record, "num_tokens"), _start(frame.record)
-    num_scored = max(num_tokens - start, 0)
-    token_ids = frame.int32(num_tokens, f"{num_tokens} token_ids")
-    logprobs = frame.float32(num_scored, f"{num_scored} logprobs")
-    check_ids("token_ids", token_ids)
-    return _score(frame.record, token_ids, logprobs, frame.sets(token_ids[start:]))
-
-
-def _score(
-    record: Mapping[str, Any],
-    token_ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    candidates: CandidateSets | None,
-) -> Score:
-    """Build a score from the JSON fields and the decoded arrays of a record."""
-    start = _start(record)
-    if start > len(token_ids):
-        raise WireError("start", f"got {start}, expected at most {len(token_ids)}, the number of token_ids")
-    scored = token_ids[start:]
-    if len(logprobs) != len(scored):
-        raise WireError("logprobs", f"got {len(logprobs)} for {len(scored)} positions")
-    if np.isnan(logprobs).any():
-        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
-    if candidates is not None:
-        check_sets(candidates, scored, logprobs, field="candidates")
-    return Score(
-        sequence_index=read_count(record, "sequence_index"),
-        request_id=read_text(record, "request_id"),
-        token_ids=token_ids,
-        start=start,
-        logprobs=logprobs,
-        candidates=candidates,
-        weight_version=read_optional_text(record, "weight_version"),
-        cached_tokens=read_count(record, "cached_tokens"),
-    )
-
-
-def _start(record: Mapping[str, Any]) -> int:
-    if not (start := read_count(record, "start")):
-        raise WireError("start", "got 0, expected 1 or more")
-    return start
+    with renaming_errors({"logprobs": field}):
+        candidates.check_kept_mass(p)

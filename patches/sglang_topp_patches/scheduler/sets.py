@@ -145,7 +145,6 @@ class StagedSets:
 
     Attributes:
         area: the staging area, which holds the sets of R rows.
-        sampled_ids: int64 [R], the sampled token of each of the R rows.
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: has one function, which extracts the sets of the given rows on the GPU, and waits until
@@ -157,7 +156,6 @@ class StagedSets:
     """
 
     area: StagingArea
-    sampled_ids: Tensor
     vocab: int
     lowest: float
     take_again: list[_TakeAgain]
@@ -190,11 +188,10 @@ class StagedSets:
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
         `on_host` only once, because it clears `take_again`.
         """
-        read = self.area.read()
-        problems = read.problems(self.sampled_ids, self.vocab)
-        found = _packed(*read.sets(), {row: str(each) for row, each in problems.items()}, self.lowest)
-        staging_counts["rows_staged"] += int((read.rows[0] > 0).sum())
-        if len(left_out := read.left_out):
+        problems = {row: str(each) for row, each in self.area.problems(self.vocab).items()}
+        found = _packed(*self.area.sets(), problems, self.lowest)
+        staging_counts["rows_staged"] += int(np.count_nonzero(self.area.sizes))
+        if len(left_out := self.area.left_out):
             staging_counts["rows_taken_again"] += len(left_out)
             ids, logprobs, offsets = (each.cpu().numpy() for each in self.take_again[0](left_out))
             again = _packed(ids, logprobs, offsets, {}, self.lowest)
@@ -311,14 +308,16 @@ def extract_support(
     """
     at = to_device(np.asarray(rows), logprobs.device)
     sampled_ids = sampled_ids[at]
+    if len(rows) < len(logprobs):
+        logprobs = logprobs[at]
     if is_drawn is None:
         is_drawn, token_ids = torch.zeros_like(is_filtered)[:, None], sampled_ids[:, None].int()
     else:
         # A new tensor, because a replay of a CUDA graph later overwrites the sampler's.
         is_drawn = is_drawn & is_filtered[:, None]
     if is_staged(logprobs):
-        return _stage_support(logprobs, at, is_drawn, token_ids, sampled_ids, _bound(logprobs, lowest))
-    logprobs = _with_zeros(logprobs[at], lowest)
+        return _stage_support(logprobs, is_drawn, token_ids, sampled_ids, _bound(logprobs, lowest))
+    logprobs = _with_zeros(logprobs, lowest)
     if token_ids is not None:
         # Each row begins with its most likely tokens. The columns from `width` on hold no token that the
         # sampler could draw, so drop these columns.
@@ -399,8 +398,6 @@ def _stage_top_p(
         p, at = p[rows], to_device(rows, logprobs.device)
         logprobs, sampled_ids = logprobs[at], sampled_ids[at]
         is_taken = None if is_taken is None else is_taken[at]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
     sampled_ids = sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> _Flat:
@@ -413,12 +410,11 @@ def _stage_top_p(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    return StagedSets(area, sampled_ids, logprobs.shape[1], lowest, [take_again], rows, num_rows)
+    return StagedSets(area, logprobs.shape[1], lowest, [take_again], rows, num_rows)
 
 
 def _stage_support(
     logprobs: Tensor,
-    rows: Tensor,
     is_drawn: Tensor,
     token_ids: Tensor | None,
     sampled_ids: Tensor,
@@ -426,32 +422,19 @@ def _stage_support(
 ) -> StagedSets:
     from sglang_topp.nucleus import gpu_extraction
 
-    num_rows, device = len(rows), logprobs.device
-    if num_rows < len(logprobs):
-        logprobs = logprobs[rows]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
-    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
-    token_ids = None if token_ids is None else token_ids.int().contiguous()
+    num_rows, sampled_ids = len(logprobs), sampled_ids.long()
 
     def take_again(which: NDArray[np.intp]) -> _Flat:
-        at = to_device(which, device)
+        at = to_device(which, logprobs.device)
         ids = None if token_ids is None else token_ids[at]
         return gpu_extraction.support_candidates(
             logprobs[at], is_drawn[at], ids, sampled_ids[at], lowest=lowest
         )
 
     area = gpu_extraction.stage_support(
-        logprobs,
-        torch.arange(num_rows, device=device),
-        is_drawn,
-        token_ids,
-        sampled_ids,
-        capacity=_capacity(num_rows),
-        lowest=lowest,
+        logprobs, is_drawn, token_ids, sampled_ids, capacity=_capacity(num_rows), lowest=lowest
     )
-    every_row = np.arange(num_rows)
-    return StagedSets(area, sampled_ids, logprobs.shape[1], lowest, [take_again], every_row, num_rows)
+    return StagedSets(area, logprobs.shape[1], lowest, [take_again], np.arange(num_rows), num_rows)
 
 
 @cache

@@ -11,19 +11,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
 from sglang_topp_server.api.auth import ApiKeyMiddleware
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.api.recent_rollouts import RecentRollouts
-from sglang_topp_server.api.sample_endpoint import SampleEndpoint
-from sglang_topp_server.api.sample_endpoint_spec import ROLLOUTS, SCORES, EndpointSpec
+from sglang_topp_server.api.sample_endpoint import ROLLOUTS, SCORES, EndpointSpec, SampleEndpoint, Shared
 from sglang_topp_server.engine.client import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits import BodyReader, ConcurrencyLimit, DisconnectedError, MemoryLimit
-from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.limits import ConcurrencyLimit, DisconnectedError
 from sglang_topp_server.schemas.answers import (
     AbortAnswer,
     EngineInfo,
@@ -34,6 +30,7 @@ from sglang_topp_server.schemas.answers import (
     RolloutsAnswer,
     ScoresAnswer,
 )
+from sglang_topp_server.schemas.openapi import body_schema
 from sglang_topp_server.schemas.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
 from sglang_topp_server.settings import Limits
 from sglang_topp_server.view.build_page import content_security_policy
@@ -60,22 +57,15 @@ def create_app(
             need no key.
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
-    limits = limits or Limits()
-    metrics = Metrics()
-    metrics.engine_ready.set_function(lambda: engine.status.phase == "ready")
-    concurrency = ConcurrencyLimit(limits.max_in_flight, metrics)
-    bodies, memory = BodyReader(limits), MemoryLimit(limits.max_held_bytes, metrics)
-
-    recent = RecentRollouts(view) if view else None
-
+    shared = Shared(engine, limits or Limits(), view)
     app = FastAPI(
         title="sglang-topp",
         version=version("sglang-topp"),
-        lifespan=_lifespan(engine, concurrency),
+        lifespan=_lifespan(engine, shared.concurrency),
         redirect_slashes=False,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
-    app.add_middleware(ApiKeyMiddleware, key=api_key, metrics=metrics)
+    app.add_middleware(ApiKeyMiddleware, key=api_key, metrics=shared.metrics)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(SglangToppError, _known_error)
     app.add_exception_handler(Exception, _known_error)
@@ -84,7 +74,7 @@ def create_app(
         "/rollouts",
         response_model=None,
         responses={200: {"model": RolloutsAnswer, "content": _streams(ROLLOUTS, "RolloutRecord")}},
-        openapi_extra=_body(RolloutsBody),
+        openapi_extra=body_schema(RolloutsBody),
     )
     async def rollouts() -> Response:
         """Generate samples with their candidate sets.
@@ -94,13 +84,13 @@ def create_app(
         line of JSON, or a binary frame if `Accept` names the media type of frames. If the caller disconnects,
         the sidecar aborts the unfinished samples.
         """
-        return SampleEndpoint(ROLLOUTS, engine, limits, bodies, concurrency, memory, metrics, recent)
+        return SampleEndpoint(ROLLOUTS, shared)
 
     @app.post(
         "/scores",
         response_model=None,
         responses={200: {"model": ScoresAnswer, "content": _streams(SCORES, "ScoreRecord")}},
-        openapi_extra=_body(ScoresBody),
+        openapi_extra=body_schema(ScoresBody),
     )
     async def scores() -> Response:
         """Return the log-probs and candidate sets of given sequences.
@@ -109,9 +99,9 @@ def create_app(
         sequence, and the sidecar encodes each message as in `POST /rollouts`. The last message is
         `{"done": true, "scores": N}`. If the caller disconnects, the sidecar aborts the request.
         """
-        return SampleEndpoint(SCORES, engine, limits, bodies, concurrency, memory, metrics)
+        return SampleEndpoint(SCORES, shared)
 
-    @app.post("/abort", openapi_extra=_body(AbortBody))
+    @app.post("/abort", openapi_extra=body_schema(AbortBody))
     async def abort(request: Request) -> AbortAnswer:
         """Abort one request by its id, or all requests in the engine.
 
@@ -119,15 +109,15 @@ def create_app(
         sidecar answers `POST /abort` after the aborted requests have stopped.
         """
         try:
-            async with bodies.read(request.headers, request.receive) as body:
+            async with shared.bodies.read(request.headers, request.receive) as body:
                 order = parse_abort(body)
         except DisconnectedError:
             raise BadRequestError("the body: the connection closed before its end", status=400) from None
         return AbortAnswer(aborted=await engine.abort(order.request_id))
 
-    _add_status_routes(app, engine, limits, metrics)
-    if recent is not None:
-        _add_view(app, recent)
+    _add_status_routes(app, shared)
+    if view:
+        _add_view(app, shared)
     return app
 
 
@@ -153,8 +143,9 @@ def _lifespan(
     return lifespan
 
 
-def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metrics: Metrics) -> None:
+def _add_status_routes(app: FastAPI, shared: Shared) -> None:
     """Add the routes that report on the sidecar: health, readiness, `/info`, and metrics."""
+    engine = shared.engine
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -189,23 +180,23 @@ def _add_status_routes(app: FastAPI, engine: EngineClient, limits: Limits, metri
                 seams=status.patch.get("seams"),
                 problems=status.problems,
             ),
-            limits=limits,
+            limits=shared.limits,
         )
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """Return the metrics in Prometheus's text format."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(shared.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_view(app: FastAPI, recent: RecentRollouts) -> None:
+def _add_view(app: FastAPI, shared: Shared) -> None:
     @app.get("/view", response_class=HTMLResponse)
     async def show_recent() -> Response:
         """Return an HTML page of recent rollouts, like the page that `sglang-topp view` writes."""
-        if not len(recent):
+        if not len(shared.recent):
             raise BadRequestError("GET /view: no rollout was served yet", status=404)
         headers = {"content-security-policy": content_security_policy(), "cache-control": "no-store"}
-        return HTMLResponse(await recent.page(), headers=headers)
+        return HTMLResponse(await shared.recent.page(), headers=headers)
 
 
 def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
@@ -214,12 +205,6 @@ def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
         NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
         spec.media_type: {"schema": {"type": "string", "format": "binary"}},
     }
-
-
-def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a route's request body."""
-    schema = kind.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
     OverloadedError,
     RequestTimeoutError,
@@ -27,18 +30,11 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_server.api.encodings import (
-    Encoding,
-    JsonLines,
-    SampleJson,
-    accepted_encoding,
-    encode,
-    rechunk,
-)
+from sglang_topp_client.wire.records import MEDIA_TYPES
+from sglang_topp_server.api.encodings import Encoding, SampleJson, accepted_encoding, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
-from sglang_topp_server.api.sample_endpoint_spec import EndpointSpec, place_of
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
-from sglang_topp_server.engine.trace_context import forward_trace
+from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits import (
     BodyReader,
@@ -49,73 +45,101 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.requests import SampleBody
+from sglang_topp_server.schemas.requests import AnyCall, parse_rollouts, parse_scores
 from sglang_topp_server.settings import Limits
 
-__all__ = ["SampleEndpoint"]
+__all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "SampleEndpoint", "Shared"]
 
 # Parsing a body or encoding a sample of this size or more takes milliseconds. A thread does this work, so
 # that the event loop can serve other connections.
 _OFF_LOOP_BYTES = 1 << 18
 _LAST_MESSAGE_TIMEOUT_S = 1.0
+# The format of `traceparent` (https://www.w3.org/TR/trace-context/). Later versions of the W3C format may
+# append fields, so this regular expression accepts more fields at the end.
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
+_MAX_TRACE_STATE_CHARS = 512
 
 _log = logging.getLogger(__name__)
 
 
-class SampleEndpoint(Response):
-    """The response object that reads and answers one request of `POST /rollouts` or `POST /scores`.
+@dataclass(frozen=True)
+class EndpointSpec:
+    """How one route differs from the other.
 
-    Args:
-        spec: the route's body parser, request check, JSON field names, and media type.
-        engine: generates the samples.
-        limits: the request limits.
-        bodies: reads the request's body.
-        concurrency: limits the samples in flight.
-        memory: limits the memory of finished samples that are not sent yet.
-        metrics: counts the request.
-        recent: keeps the finished rollouts for `GET /view`; None if `GET /view` is off.
+    Attributes:
+        name: the JSON field that holds the list of results if the answer is not a stream. In a stream's last
+            message, the field holds the number of results.
+        result_noun: the singular noun for a result, in error messages.
+        index_field: in a stream's error message, the field that holds the index of the failed prompt.
+        media_type: the media type of a stream that consists of binary frames.
+        parse: a function that parses a request body.
+        check: a function that raises an error if the request would crash or block the engine. The arguments
+            of `check` are the request, the engine's model, and whether the engine survives a grammar that
+            forbids every next token.
     """
 
-    def __init__(
-        self,
-        spec: EndpointSpec,
-        engine: EngineClient,
-        limits: Limits,
-        bodies: BodyReader,
-        concurrency: ConcurrencyLimit,
-        memory: MemoryLimit,
-        metrics: Metrics,
-        recent: RecentRollouts | None = None,
-    ) -> None:
+    name: str
+    result_noun: str
+    index_field: str
+    media_type: str
+    parse: Callable[[bytes | bytearray, Limits], AnyCall]
+    check: Callable[[Any, Model, bool], None]
+
+
+ROLLOUTS = EndpointSpec(
+    "rollouts", "sample", "prompt_index", MEDIA_TYPES[Rollout], parse_rollouts, check_rollout_request
+)
+SCORES = EndpointSpec(
+    "scores", "sequence", "sequence_index", MEDIA_TYPES[Score], parse_scores, check_score_request
+)
+
+
+class Shared:
+    """What the requests of one sidecar share: the engine, the limits, and the metrics.
+
+    Args:
+        engine: generates the samples.
+        limits: the request limits.
+        num_recent: how many finished rollouts are kept for `GET /view`.
+    """
+
+    def __init__(self, engine: EngineClient, limits: Limits, num_recent: int) -> None:
+        self.engine, self.limits = engine, limits
+        self.metrics = Metrics()
+        self.metrics.engine_ready.set_function(lambda: engine.status.phase == "ready")
+        self.bodies = BodyReader(limits)
+        self.concurrency = ConcurrencyLimit(limits.max_in_flight, self.metrics)
+        self.memory = MemoryLimit(limits.max_held_bytes, self.metrics)
+        self.recent = RecentRollouts(num_recent)
+
+
+class SampleEndpoint(Response):
+    """The response object that reads and answers one request of `POST /rollouts` or `POST /scores`."""
+
+    def __init__(self, spec: EndpointSpec, shared: Shared) -> None:
         super().__init__()
-        self._spec = spec
-        self._engine, self._limits, self._metrics = engine, limits, metrics
-        self._bodies, self._concurrency, self._memory = bodies, concurrency, memory
-        self._recent = recent
-        self._encoding: Encoding = JsonLines()
+        self._spec, self._shared, self._metrics = spec, shared, shared.metrics
+        self._encoding: Encoding = Encoding()
         self._is_started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. This is the ASGI entry point."""
-        with forward_trace(Headers(scope=scope)):
-            await self._serve(scope, receive, send)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
-        self._encoding = accepted_encoding(Headers(scope=scope), self._spec.media_type)
+        headers, shared = Headers(scope=scope), self._shared
+        self._encoding = accepted_encoding(headers, self._spec.media_type)
         is_admitted = False
         try:
             # Refuse the request before its body is read if the limit is reached; `admit` checks again.
-            self._concurrency.require_place()
-            request = await self._read(Headers(scope=scope), receive)
-            with self._concurrency.admit(sum(len(one.samples) for one in request.wanted)):
-                model = await self._engine.require_ready()
+            shared.concurrency.require_place()
+            request = await self._read(headers, receive)
+            with shared.concurrency.admit(sum(len(one.samples) for one in request.wanted)):
+                model = await shared.engine.require_ready()
                 # Check the request in a thread, because checking millions of token ids takes
                 # milliseconds.
-                survives_grammars = self._engine.status.survives_grammars
+                survives_grammars = shared.engine.status.survives_grammars
                 await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
                 is_admitted = True
-                outcome = await self._answer(request, receive, send)
+                outcome = await self._answer(request, _trace_of(headers), receive, send)
             error: SglangToppError | None = None
         except DisconnectedError:
             error, outcome = None, "aborted"
@@ -129,22 +153,27 @@ class SampleEndpoint(Response):
             outcome = "failed" if is_admitted else "slow" if http_status(error) == 408 else "rejected"
             self._metrics.count_error(error)
         self._metrics.requests.labels(outcome).inc()
-        if error is not None:
-            await self._send_error(send, error)
+        if error is not None and self._is_stream:
+            await self._end_stream(send, error)
+        elif error is not None and not self._is_started:
+            answer = JSONResponse(error_body(error), http_status(error), error_headers(error))
+            await answer(scope, receive, send)
+        # A JSON answer that has begun cannot report an error, because its status is already sent. It stays
+        # incomplete, and uvicorn closes the connection.
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> SampleBody:
-        async with self._bodies.read(headers, receive) as body:
+    async def _read(self, headers: Headers, receive: Receive) -> AnyCall:
+        async with self._shared.bodies.read(headers, receive) as body:
             if len(body) < _OFF_LOOP_BYTES:
-                return self._spec.parse(body, self._limits)
-            return await asyncio.to_thread(self._spec.parse, body, self._limits)
+                return self._spec.parse(body, self._shared.limits)
+            return await asyncio.to_thread(self._spec.parse, body, self._shared.limits)
 
-    async def _answer(self, request: SampleBody, receive: Receive, send: Send) -> str:
+    async def _answer(self, request: AnyCall, trace: dict[str, str], receive: Receive, send: Send) -> str:
         """Answer the request, and return the outcome for the metrics."""
-        answer = self._answer_stream if request.stream else self._answer_whole
-        with self._memory.share() as share:
-            task = asyncio.create_task(answer(request, share, send))
+        answer = self._answer_stream if request.body.stream else self._answer_whole
+        with self._shared.memory.share() as share:
+            task = asyncio.create_task(answer(request, share, trace, send))
             # After the body, the caller's disconnect is the only ASGI message that can still arrive.
             disconnect = asyncio.ensure_future(receive())
             try:
@@ -162,31 +191,34 @@ class SampleEndpoint(Response):
                 if not task.cancelled():
                     task.exception()
 
-    async def _answer_whole(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+    async def _answer_whole(
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
+    ) -> str:
         """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
-        async with self._own_time_limit(request):
-            async with aclosing(self._engine.samples(request, share)) as samples:
-                async for sample in samples:
-                    if isinstance(sample, FailedPrompt):
-                        raise sample.error
-                    records[place_of(sample)] = SampleJson(sample)
-                    self._count(sample)
-                    del sample
-                    # Let other tasks run after each sample, so that many samples that finish together do not
-                    # block the event loop.
-                    await asyncio.sleep(0)
+        async with self._results(request, share, trace) as results:
+            async for sample in results:
+                if isinstance(sample, FailedPrompt):
+                    raise sample.error
+                records[_place_of(sample)] = SampleJson(sample)
+                self._count(sample)
+                del sample
+                # Let other tasks run after each sample, so that many samples that finish together do not
+                # block the event loop.
+                await asyncio.sleep(0)
             expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
             if sorted(records) != expected:
                 raise WireError(self._spec.name, f"got {len(records)}, expected {len(expected)}")
             opening = f'{{"{self._spec.name}":['.encode()
-            frame = len(opening + b"]}") + len(records) - 1
-            await self._start(send, "application/json", length=frame + sum(map(len, records.values())))
-            await self._send_chunks(send, _whole(opening, records, expected))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            length = len(opening + b"]}") + len(records) - 1 + sum(map(len, records.values()))
+            await self._start(send, "application/json", [(b"content-length", str(length).encode())])
+            await self._send(send, _whole(opening, records, expected))
+            await _end(send)
         return "ok"
 
-    async def _answer_stream(self, request: SampleBody, share: MemoryShare, send: Send) -> str:
+    async def _answer_stream(
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
+    ) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
         The response starts with status 200 when the first sample finishes. A stream that has started carries
@@ -195,14 +227,15 @@ class SampleEndpoint(Response):
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
-        async with self._own_time_limit(request), aclosing(self._engine.samples(request, share)) as items:
-            async for item in items:
+        async with self._results(request, share, trace) as results:
+            async for item in results:
                 if isinstance(item, FailedPrompt):
                     failures.append(item)
-                    if self._is_started:
+                    if self._is_stream:
                         await self._send_failure(send, item)
                     continue
-                if not self._is_started:
+                if not self._is_stream:
+                    self._is_stream = True
                     await self._start(send, self._encoding.media_type)
                     for failure in failures:
                         await self._send_failure(send, failure)
@@ -213,41 +246,44 @@ class SampleEndpoint(Response):
                     sample = await asyncio.to_thread(self._encoding.sample, item)
                 self._count(item)
                 del item
-                await self._send_chunks(send, sample)
+                await self._send(send, sample)
                 del sample
                 share.remove(num_bytes)
                 num_sent += 1
-            if not self._is_started:
+            if not self._is_stream:
                 raise failures[0].error
-            await self._send_message(send, {"done": True, self._spec.name: num_sent})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, [self._encoding.message({"done": True, self._spec.name: num_sent})])
+            await _end(send)
         return "partial" if failures else "ok"
 
-    def _count(self, sample: Rollout | Score) -> None:
-        self._metrics.count_sample(sample)
-        if self._recent is not None:
-            self._recent.add(sample)
-
     @asynccontextmanager
-    async def _own_time_limit(self, request: SampleBody) -> AsyncIterator[None]:
+    async def _results(
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str]
+    ) -> AsyncIterator[AsyncIterator[Rollout | Score | FailedPrompt]]:
+        """Yield the engine's results. The caller's time limit covers them and the last byte of the answer."""
         try:
-            async with asyncio.timeout(request.timeout_s) as limit:
-                yield
+            async with (
+                asyncio.timeout(request.body.timeout_s) as limit,
+                aclosing(self._shared.engine.samples(request, share, trace)) as results,
+            ):
+                yield results
         except TimeoutError:
             if not limit.expired():  # an error of the engine's, not this limit
                 raise
             raise RequestTimeoutError(
-                f"timeout_s: {request.timeout_s} s passed before every {self._spec.result_noun} finished"
+                f"timeout_s: {request.body.timeout_s} s passed before every {self._spec.result_noun} finished"
             ) from None
 
-    async def _start(self, send: Send, media_type: str, length: int | None = None) -> None:
-        headers = [(b"content-type", media_type.encode())]
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        self._is_started, self._is_stream = True, length is None
+    def _count(self, sample: Rollout | Score) -> None:
+        self._metrics.count_sample(sample)
+        self._shared.recent.add(sample)
+
+    async def _start(self, send: Send, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self._is_started = True
+        headers = [(b"content-type", media_type.encode()), *headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _send_chunks(self, send: Send, chunks: Iterable[bytes]) -> None:
+    async def _send(self, send: Send, chunks: Iterable[bytes]) -> None:
         """Send the bytes of `chunks`. If the caller reads slowly, at most one chunk waits in memory."""
         for chunk in rechunk(chunks):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -255,42 +291,32 @@ class SampleEndpoint(Response):
             # this loop does not block the event loop.
             await asyncio.sleep(0)
 
-    async def _send_message(self, send: Send, answer: dict[str, Any]) -> None:
-        await send({"type": "http.response.body", "body": self._encoding.message(answer), "more_body": True})
-
     async def _send_failure(self, send: Send, failed: FailedPrompt) -> None:
         self._metrics.count_error(failed.error)
-        await self._send_message(
-            send, {**error_body(failed.error), self._spec.index_field: failed.prompt_index}
-        )
+        body = {**error_body(failed.error), self._spec.index_field: failed.prompt_index}
+        await self._send(send, [self._encoding.message(body)])
 
-    async def _send_error(self, send: Send, error: SglangToppError) -> None:
-        """Send the error as the response, or as the last message of a stream that has started.
+    async def _end_stream(self, send: Send, error: SglangToppError) -> None:
+        """Send an error as the last message of a stream.
 
-        If the sidecar cannot send the last message in time, the stream ends without one. Clients still notice
-        the failure, because they reject a stream that lacks its last message. A JSON response that has begun
-        cannot report an error, because its status is already sent. If a JSON response fails after it has
-        begun, it stays incomplete, and uvicorn closes the connection.
+        If the caller has stopped reading, the stream ends without this message. Clients still notice the
+        failure, because they reject a stream that lacks its last message.
         """
-        if self._is_started:
-            if self._is_stream:
-                # Limit the time for sending the error, because the caller may have stopped reading.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
-                        await self._send_message(send, error_body(error))
-                        await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
-        body = encode(error_body(error))
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **error_headers(error),
-        }
-        if http_status(error) == 408:
-            headers["connection"] = "close"
-        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": http_status(error), "headers": raw})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_MESSAGE_TIMEOUT_S):
+                await self._send(send, [self._encoding.message(error_body(error))])
+                await _end(send)
+
+
+async def _end(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _place_of(sample: Rollout | Score) -> tuple[int, int]:
+    """Return the index of a sample's prompt, and the sample's index among that prompt's samples."""
+    if isinstance(sample, Score):
+        return sample.sequence_index, 0
+    return sample.prompt_index, sample.sample_index
 
 
 def _whole(
@@ -302,3 +328,12 @@ def _whole(
         yield from records.pop(at)
         opening = b","
     yield b"]}"
+
+
+def _trace_of(headers: Headers) -> dict[str, str]:
+    """Return the caller's W3C trace context, for the engine; empty without a valid `traceparent`."""
+    parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+    if not _TRACE_PARENT.fullmatch(parent):
+        return {}
+    is_valid = state and state.isascii() and state.isprintable() and len(state) <= _MAX_TRACE_STATE_CHARS
+    return {"traceparent": parent} | ({"tracestate": state} if is_valid else {})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
@@ -18,16 +17,14 @@ from sglang_topp.errors import (
     TransportError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.requests import SampleRequest, ScoreRequest, plan
+from sglang_topp_client.requests import plan
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
 from sglang_topp_client.transport.http import ServerConfig
-from sglang_topp_server.engine.long_message_slots import LongMessageSlots
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
-from sglang_topp_server.engine.trace_context import forwarded_trace
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits import MemoryShare, num_bytes_of
-from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
+from sglang_topp_server.limits import LongMessageSlots, MemoryShare
+from sglang_topp_server.schemas.requests import AnyCall, RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
@@ -44,6 +41,7 @@ _MAX_RETRIES = 1
 # Each of these messages holds one sample. The sidecar's memory limit (`MemoryLimit`) counts a sample only
 # after the sidecar has read the sample, so this maximum bounds the memory that is not counted yet.
 _MAX_LONG_MESSAGES = 4
+_OPTIONS = RunOptions("", keeps_going=True, max_retries=_MAX_RETRIES, waits_out_refusals=False)
 _POLL_READY_S = 10.0
 _POLL_OTHERWISE_S = 0.5
 
@@ -70,19 +68,14 @@ class EngineClient:
         self._has_been_ready = False
         self._has_probed = asyncio.Event()
         self._probe_now = asyncio.Event()
-        self._runs = Runs(
-            [
-                ServerConfig(
-                    self.base_url,
-                    max_connections=_MAX_CALLS,
-                    api_key=api_key,
-                    throttle=LongMessageSlots(_MAX_LONG_MESSAGES).throttle,
-                )
-            ],
-            kind="sglang",
-            max_retries=_MAX_RETRIES,
+        config = ServerConfig(
+            self.base_url,
+            max_connections=_MAX_CALLS,
+            api_key=api_key,
+            throttle=LongMessageSlots(_MAX_LONG_MESSAGES).throttle,
         )
-        self._probe = EngineProbe(self.base_url, api_key=api_key, generate_one=self._generate_one)
+        self._runs = Runs([config], kind="sglang", max_retries=_MAX_RETRIES)
+        self._probe = EngineProbe(config, generate_one=self._generate_one)
 
     # -- status ------------------------------------------------------------------------------------
 
@@ -125,86 +118,84 @@ class EngineClient:
     async def _generate_one(self, timeout_s: float) -> None:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""
         requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
-        await self._runs.gather(requests, replace(_options(_PROBE_ID), timeout_s=timeout_s))
+        await self._runs.gather(
+            requests, replace(_OPTIONS, request_id=_PROBE_ID, timeout_s=timeout_s, keeps_going=False)
+        )
 
     # -- samples -----------------------------------------------------------------------------------
 
     async def samples(
-        self, request: SampleBody, share: MemoryShare
+        self, request: AnyCall, share: MemoryShare, headers: Mapping[str, str]
     ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
         """Yield each sample or score as it finishes, and count its memory in `share`.
 
         If a prompt fails, yield a FailedPrompt and continue with the other prompts. Closing the iterator
-        aborts the unfinished samples in the engine, and waits for the aborts.
+        aborts the unfinished samples in the engine.
+
+        Args:
+            request: the caller's request.
+            share: the memory of this request.
+            headers: sent with each request to the engine.
         """
+        # The engine never waits for a slow caller: finished samples leave its connections at once.
         finished: asyncio.Queue[Rollout | Score | FailedPrompt | None] = asyncio.Queue()
-
-        async def one(wanted: SampleRequest) -> None:
-            try:
-                await self._one_prompt(wanted, request, share, finished)
-            except Exception as error:
-                finished.put_nowait(FailedPrompt(wanted.prompt_index, as_sglang_topp_error(error)))
-            finished.put_nowait(None)
-
-        tasks: list[asyncio.Task[None]] = []
+        task = asyncio.create_task(self._collect(request, share, headers, finished))
+        task.add_done_callback(lambda _: finished.put_nowait(None))
         try:
-            for wanted in request.wanted:
-                tasks.append(asyncio.create_task(one(wanted)))
-                # Encoding the engine request for a prompt takes a millisecond. Let other tasks run after each
-                # prompt, so that a thousand prompts do not block the event loop.
-                await asyncio.sleep(0)
-            running = len(tasks)
-            while running:
-                item = await finished.get()
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+            while (item := await finished.get()) is not None:
+                yield item
                 # Free the yielded sample now, before this loop waits for the next sample.
                 del item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            task.cancel()
+            await asyncio.wait({task})
 
-    async def _one_prompt(
-        self, wanted: SampleRequest, request: SampleBody, share: MemoryShare, finished: asyncio.Queue[Any]
+    async def _collect(
+        self,
+        request: AnyCall,
+        share: MemoryShare,
+        headers: Mapping[str, str],
+        finished: asyncio.Queue[Rollout | Score | FailedPrompt | None],
     ) -> None:
-        given = request.given.pop(wanted.prompt_index, None) if isinstance(request, RolloutsBody) else None
-        num_given = 0
-        if given is not None:
-            share.add(given)
-            num_given = num_bytes_of(given)
-        try:
-            stream = self._stream(wanted, given, request)
-            del given
-            async with aclosing(stream) as samples:
-                async for _, sample in samples:
-                    share.remove(num_given)
-                    share.add(sample)
-                    if isinstance(sample, Score):
-                        finished.put_nowait(replace(sample, sequence_index=wanted.prompt_index))
-                    else:
-                        finished.put_nowait(sample)
-                    del sample
-        except SglangToppError as error:
-            if isinstance(error, MissingCandidateSetsError):
-                # The engine may have restarted without the plugin since the last probe.
-                self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
-                self._has_been_ready = False
-            if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
-                self._probe_now.set()
-            raise from_engine_error(error) from error
+        options = replace(_OPTIONS, request_id=request.body.request_id or uuid.uuid4().hex, headers=headers)
+        if isinstance(request.body, RolloutsBody):
+            options = replace(options, on_abort=request.body.on_abort)
+        for rollout in request.given.values():
+            share.add(rollout)
+        missing = {one.prompt_index: len(one.samples) for one in request.wanted}
 
-    def _stream(
-        self, wanted: SampleRequest, given: Rollout | None, request: SampleBody
-    ) -> AsyncGenerator[tuple[tuple[int, int], Any], None]:
-        options = _options(request.request_id)
-        if isinstance(wanted, ScoreRequest):
-            return self._runs.stream([wanted], options)
-        assert isinstance(request, RolloutsBody)
-        existing = {} if given is None else {wanted.prompt_index: given}
-        return self._runs.stream([wanted], replace(options, on_abort=request.on_abort), existing)
+        def fail(prompts: Iterable[int], cause: Exception) -> None:
+            error = self._note_failure(cause)
+            for prompt in prompts:
+                del missing[prompt]
+                finished.put_nowait(FailedPrompt(prompt, error))
+
+        try:
+            async with aclosing(self._runs.stream(request.wanted, options, request.given)) as results:
+                async for (prompt, _), item in results:
+                    if prompt not in missing:
+                        continue  # another sample of the prompt has failed
+                    if isinstance(item, SglangToppError):
+                        fail([prompt], item)
+                        continue
+                    missing[prompt] -= 1
+                    if not missing[prompt]:
+                        del missing[prompt]
+                    share.add(item)
+                    finished.put_nowait(item)
+                    del item
+        except Exception as error:
+            fail(list(missing), error)
+
+    def _note_failure(self, error: Exception) -> SglangToppError:
+        """Probe the engine again if the error casts doubt on it, and return the error for the caller."""
+        if isinstance(error, MissingCandidateSetsError):
+            # The engine may have restarted without the plugin since the last probe.
+            self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
+            self._has_been_ready = False
+        if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
+            self._probe_now.set()
+        return from_engine_error(as_sglang_topp_error(error))
 
     async def abort(self, request_id: str | None) -> int | None:
         """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.
@@ -230,12 +221,3 @@ class EngineClient:
         """Close the connections."""
         await self._probe.close()
         await self._runs.close()
-
-
-def _options(request_id: str | None) -> RunOptions:
-    return RunOptions(
-        request_id or uuid.uuid4().hex,
-        max_retries=_MAX_RETRIES,
-        waits_out_refusals=False,
-        headers=forwarded_trace(),
-    )

@@ -19,10 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-import httpx
-
 from sglang_topp.engine_contract import Model
-from sglang_topp.errors import AuthenticationError, BadRequestError, SglangToppError, WireError
+from sglang_topp.errors import (
+    AuthenticationError,
+    BadRequestError,
+    ResponseError,
+    SglangToppError,
+    WireError,
+)
+from sglang_topp_client.transport.http import HttpClient, ServerConfig
 
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 
@@ -88,26 +93,16 @@ class EngineProbe:
     """A probe of one engine, or of a gateway.
 
     Args:
-        base_url: the address of the engine or gateway.
-        api_key: the API key of the engine or gateway, or None.
+        config: the connection settings of the engine or gateway.
         generate_one: generates one token with its candidate set, or raises an error. The argument of
             `generate_one` is the time limit in seconds.
     """
 
-    def __init__(
-        self, base_url: str, *, api_key: str | None, generate_one: Callable[[float], Awaitable[object]]
-    ) -> None:
-        self._base_url = base_url
+    def __init__(self, config: ServerConfig, *, generate_one: Callable[[float], Awaitable[object]]) -> None:
+        self._config = config
         self._generate_one = generate_one
-        self._info_path = _INFO
-        self._has_given_sets = False
-        self._http = httpx.AsyncClient(
-            base_url=base_url,
-            timeout=_TIMEOUT_S,
-            # Ignore the environment's proxy settings: the sidecar connects to the engine directly.
-            trust_env=False,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-        )
+        self._is_gateway = self._has_given_sets = False
+        self._http = HttpClient(config)
 
     async def look(self, known: EngineStatus, *, is_healthy: bool) -> EngineStatus:
         """Probe the engine once, and return its status.
@@ -122,71 +117,78 @@ class EngineProbe:
             # candidate sets.
             self._has_given_sets = False
         try:
-            return await self._look(known, is_healthy=is_healthy)
+            return await self._look(is_healthy=is_healthy)
+        except AuthenticationError as error:
+            cause = f"it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY: {error}"
         except Exception as error:
-            # On any failure, such as a refused connection, invalid JSON, or an unknown host, report the
-            # engine as unreachable. The sidecar keeps probing, so a failure is not final.
-            return self._silent(known, f"{type(error).__name__}: {error}")
+            # The sidecar keeps probing, so no failure is final.
+            cause = f"{type(error).__name__}: {error}"
+        reason = f"the engine at {self._config.base_url} does not answer: {cause}"
+        return replace(known, phase="unreachable", reason=reason)
 
     async def weight_version(self) -> str | None:
         """Return the version of the engine's weights, or None if the engine doesn't say.
 
         This is a new request: `/server_info` keeps the version of the engine's start.
         """
-        with suppress(httpx.HTTPError, ValueError, AttributeError):
-            for path in ("/model_info", "/get_model_info"):
-                answer = await self._http.get(path, timeout=_VERSION_TIMEOUT_S)
-                if answer.status_code == 200:
-                    return _text(answer.json().get("weight_version"))
+        with suppress(SglangToppError):
+            try:
+                info = await _get_object(self._http, "/model_info", _VERSION_TIMEOUT_S)
+            except BadRequestError:
+                info = await _get_object(self._http, "/get_model_info", _VERSION_TIMEOUT_S)
+            return _text(info.get("weight_version"))
         return None
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def _look(self, known: EngineStatus, *, is_healthy: bool) -> EngineStatus:
-        answer = await self._get_info()
-        if answer.status_code in (401, 403):
-            return self._silent(known, "it refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY")
-        if answer.status_code != 200:
-            return self._silent(
-                known, f"its {self._info_path} answers HTTP {answer.status_code}: {answer.text[:200]}"
-            )
-        info = answer.json()
-        if not isinstance(info, dict):
-            return self._silent(
-                known, f"its {self._info_path}: got {type(info).__name__}, expected an object"
-            )
-        status = _status_of(info)
-        seen = [(f"the engine at {self._base_url}", status)]
-        if self._info_path == _GATEWAYS_INFO:
-            behind = f"behind the gateway at {self._base_url}"
-            seen = [(f"the engine at {url} {behind}", worker) for url, worker in await self._workers()]
+    async def _look(self, *, is_healthy: bool) -> EngineStatus:
+        status = _status_of(await self._info())
+        url = self._config.base_url
+        seen = [(f"the engine at {url}", status)]
+        if self._is_gateway:
+            behind = f"behind the gateway at {url}"
+            seen = [(f"the engine at {one} {behind}", worker) for one, worker in await self._workers()]
             seen.append((f"an engine {behind}", status))
         for where, each in seen:
             if not each.is_patched or each.model is None:
                 return replace(each, phase="unpatched", reason=_why_unpatched(each, where))
-        if not is_healthy:
-            health = await self._http.get("/health")
-            if health.status_code != 200:
-                reason = f"the engine at {self._base_url} is not ready: its /health answers"
-                return replace(status, phase="starting", reason=f"{reason} {health.status_code}")
-        return status if self._has_given_sets else await self._first_sets(known, status)
+        if not is_healthy and (health := await self._http.probe("/health", timeout_s=_TIMEOUT_S)) != 200:
+            reason = f"the engine at {url} is not ready: its /health answers {health or 'nothing'}"
+            return replace(status, phase="starting", reason=reason)
+        try:
+            if not self._has_given_sets:
+                await self._generate_one(_TIMEOUT_S)
+        except AuthenticationError:
+            raise
+        except (WireError, BadRequestError) as error:
+            reason = (
+                f"{url} says that the plugin is active, but it did not return one token with"
+                f" its candidate set. Does something between the sidecar and the engine drop fields that"
+                f" it does not know, as older gateways do? {error}"
+            )
+            return replace(status, phase="unpatched", reason=reason, patch={})
+        except SglangToppError as error:
+            reason = f"the engine at {url} is not ready: it generated no first token: {error}"
+            return replace(status, phase="starting", reason=reason)
+        self._has_given_sets = True
+        return status
 
-    async def _get_info(self) -> httpx.Response:
-        """Request `/server_info` or `/get_server_info`, whichever of the two answered last time.
-
-        If the requested route answers 404, request the other of the two routes.
-        """
-        first = await self._http.get(self._info_path)
-        if first.status_code != 404:
-            return first
-        other = _GATEWAYS_INFO if self._info_path == _INFO else _INFO
-        second = await self._http.get(other)
-        if second.status_code == 404:
-            return first
-        self._info_path = other
-        return second
+    async def _info(self) -> dict[str, Any]:
+        """Request `/server_info` or `/get_server_info`, whichever of the two answered last time."""
+        missing: BadRequestError | None = None
+        for _ in range(2):
+            path = _GATEWAYS_INFO if self._is_gateway else _INFO
+            try:
+                return await _get_object(self._http, path, _TIMEOUT_S)
+            except BadRequestError as error:
+                if error.status != 404:
+                    raise
+                missing = missing or error
+                self._is_gateway = not self._is_gateway
+        assert missing is not None
+        raise missing
 
     async def _workers(self) -> list[tuple[str, EngineStatus]]:
         """Return the address and status of each worker that the gateway lists and that answers the sidecar.
@@ -194,56 +196,33 @@ class EngineProbe:
         The result omits a worker that does not answer the sidecar. Perhaps only the gateway can reach such a
         worker, or only the gateway has the worker's key.
         """
-        answer = await self._http.get("/workers")
-        listed: Any = answer.json() if answer.status_code == 200 else None
-        workers = listed.get("workers") if isinstance(listed, dict) else None
+        listed: Any = None
+        with suppress(ResponseError, WireError):
+            listed = (await _get_object(self._http, "/workers", _TIMEOUT_S)).get("workers")
+        # If a worker has several ranks, the gateway lists each rank separately, as http://host:port@rank.
         urls = [
-            worker["url"].rstrip("/")
-            for worker in (workers if isinstance(workers, list) else [])
-            if isinstance(worker, dict)
-            and isinstance(worker.get("url"), str)
-            and worker.get("is_healthy") is not False
+            str(worker.get("url")).rstrip("/").partition("@")[0]
+            for worker in (listed if isinstance(listed, list) else [])
+            if isinstance(worker, dict) and worker.get("is_healthy") is not False
         ]
         found = await asyncio.gather(*map(self._worker, urls))
         return [(url, status) for url, status in zip(urls, found, strict=True) if status is not None]
 
     async def _worker(self, url: str) -> EngineStatus | None:
-        # If a worker has several ranks, the gateway lists each rank separately, as http://host:port@rank.
-        with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError):
-            answer = await self._http.get(url.partition("@")[0] + _INFO, timeout=_WORKER_TIMEOUT_S)
-            if answer.status_code == 200 and isinstance(info := answer.json(), dict):
-                return _status_of(info)
+        with suppress(SglangToppError):
+            http = HttpClient(replace(self._config, base_url=url))
+            try:
+                return _status_of(await _get_object(http, _INFO, _WORKER_TIMEOUT_S))
+            finally:
+                await http.aclose()
         return None
 
-    async def _first_sets(self, known: EngineStatus, status: EngineStatus) -> EngineStatus:
-        """Request one token and its set, and return `status` if the engine returns the token and the set.
 
-        If the request fails, return a status with a phase other than `ready`, and with the failure's reason.
-        """
-        try:
-            await self._generate_one(_TIMEOUT_S)
-        except AuthenticationError:
-            return self._silent(
-                known, "its /generate refuses the sidecar's key; set SGLANG_TOPP_ENGINE_API_KEY"
-            )
-        except (WireError, BadRequestError) as error:
-            reason = (
-                f"{self._base_url} says that the plugin is active, but it did not return one token with"
-                f" its candidate set. Does something between the sidecar and the engine drop fields that"
-                f" it does not know, as older gateways do? {error}"
-            )
-            return replace(status, phase="unpatched", reason=reason, patch={})
-        except SglangToppError as error:
-            reason = f"the engine at {self._base_url} is not ready: it generated no first token: {error}"
-            return replace(status, phase="starting", reason=reason)
-        self._has_given_sets = True
-        return status
-
-    def _silent(self, known: EngineStatus, cause: str) -> EngineStatus:
-        """Return `known` with the phase `unreachable` and a reason that quotes `cause`."""
-        return replace(
-            known, phase="unreachable", reason=f"the engine at {self._base_url} does not answer: {cause}"
-        )
+async def _get_object(http: HttpClient, path: str, timeout_s: float) -> dict[str, Any]:
+    answer = await http.request_json("GET", path, timeout_s=timeout_s)
+    if not isinstance(answer, dict):
+        raise WireError(path, f"got {type(answer).__name__}, expected an object")
+    return answer
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sglang_topp.engine_contract import Model
+from sglang_topp_client import Rollout, Score
 from sglang_topp_client.protocols.sidecar import SERVICE
+from sglang_topp_client.wire.records import JSON_FIELDS
+from sglang_topp_server.schemas.openapi import field_docstrings
 from sglang_topp_server.settings import Limits
 
 __all__ = [
@@ -93,81 +97,36 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-class Timing(BaseModel):
-    """Durations in seconds."""
-
-    latency_s: float
-
-
-class WeightSpan(BaseModel):
-    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
-
-    version: str
-    start: int
-    end: int
-
-
-class RolloutRecord(BaseModel):
-    """One finished sample."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prompt_index: int
-    sample_index: int
-    request_id: str
-    prompt_ids: list[int]
-    output_ids: list[int]
-    text: str
-    logprobs: str = Field(description="base64 of little-endian float32, one per output token.")
-    candidates: str | None = Field(
-        description="base64 of `sglang_topp.formats.pack`; null if no sets were requested."
-    )
-    top_logprobs_source: str | None = Field(
-        description="The rule that made the sets: distribution or sampler."
-    )
-    top_logprobs_p: float | None
-    sampling_params: dict[str, Any] | None = Field(description="The request's parameters, without n.")
-    finish_reason: str
-    weight_version: str | None
-    weight_versions: list[WeightSpan] | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    timing: Timing
-    routing_key: str
-    appended_spans: list[tuple[int, int]] = Field(
-        description="[start, end] of the output ids that the caller appended."
+def _record_model(result: type[Rollout | Score]) -> type[BaseModel]:
+    """Return the model of a result's JSON record, with the types and the descriptions that its class
+    declares."""
+    docstrings = field_docstrings(result)
+    declared: dict[str, Any] = {}
+    for field, in_json in JSON_FIELDS[result]:
+        description = docstrings[field.name] + (f" In JSON, {in_json.form}." if in_json.form else "")
+        kind = in_json.json | None if field.is_optional else in_json.json
+        declared[in_json.name] = (kind, Field(description=description))
+        if field.count_name:
+            declared[field.count_name] = (int, Field(description=f"The number of `{field.name}`."))
+    return create_model(
+        f"{result.__name__}Record",
+        __config__=ConfigDict(extra="forbid"),
+        __doc__=inspect.getdoc(result),
+        **declared,
     )
 
 
-class RolloutsAnswer(BaseModel):
-    """The answer to a request without `stream`: all samples, ordered by prompt, then by sample."""
-
-    rollouts: list[RolloutRecord]
-
-
-class ScoreRecord(BaseModel):
-    """One scored sequence."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    sequence_index: int
-    request_id: str
-    token_ids: list[int]
-    start: int
-    logprobs: str = Field(description="base64 of little-endian float32, one per position from `start` on.")
-    candidates: str | None = Field(
-        description="base64 of `formats.pack`, one set per such position; null if no sets were requested."
-    )
-    weight_version: str | None
-    num_tokens: int
-    cached_tokens: int
-
-
-class ScoresAnswer(BaseModel):
-    """The answer to a request without `stream`: all scores, in the order of the request's sequences."""
-
-    scores: list[ScoreRecord]
+RolloutRecord, ScoreRecord = _record_model(Rollout), _record_model(Score)
+RolloutsAnswer = create_model(
+    "RolloutsAnswer",
+    __doc__="The answer to a request without `stream`: all samples, ordered by prompt, then by sample.",
+    rollouts=(list[RolloutRecord], ...),  # type: ignore[valid-type]
+)
+ScoresAnswer = create_model(
+    "ScoresAnswer",
+    __doc__="The answer to a request without `stream`: all scores, in the order of the request's sequences.",
+    scores=(list[ScoreRecord], ...),  # type: ignore[valid-type]
+)
 
 
 class AbortAnswer(BaseModel):

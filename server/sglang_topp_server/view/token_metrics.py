@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.candidates.entropy import set_entropy
 from sglang_topp_client import ScoredRollout
 
 __all__ = ["LEVELS", "TokenMetrics", "level_names", "token_metrics"]
@@ -86,7 +85,7 @@ def token_metrics(scored: ScoredRollout) -> TokenMetrics:
     mass = entropy = masked = unknown
     if sets is not None and sets.has_logprobs:
         mass = np.where(sizes > 0, np.exp(sets.logprob_sum.astype(np.float64)), np.nan)
-        entropy = np.where(sizes > 0, set_entropy(sets), np.nan)
+        entropy = np.where(sizes > 0, sets.entropy, np.nan)
         masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
 
     def ratio(logprobs: NDArray[np.float32] | None) -> Float64Array:

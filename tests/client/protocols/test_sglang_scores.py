@@ -135,12 +135,12 @@ def no_set_at_the_second(chunk):
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        (without("input_token_logprobs"), WireError, "input_token_logprobs: got nothing"),
+        (without("input_token_logprobs"), WireError, "input_token_logprobs: missing"),
         (with_meta(input_token_logprobs=[]), WireError, "expected a first entry without a log-prob"),
         (
             with_meta(input_token_logprobs=[5]),
             WireError,
-            r"input_token_logprobs: got int, expected array at \[0\]",
+            r"input_token_logprobs\[0\]: got 5, expected array",
         ),
         (entries(lambda each: each.pop(0)), WireError, "for position 1"),
         (entries(lambda each: each.pop()), WireError, "got 2 entries for 3 sequence_ids"),
@@ -149,11 +149,15 @@ def no_set_at_the_second(chunk):
         (entries(lambda each: each[2].__setitem__(1, 99)), WireError, "got token 99 at position 1"),
         (entries(lambda each: each[2].__setitem__(0, None)), WireError, "no log-prob at position 1"),
         (entries(lambda each: each[2].__setitem__(0, -0.5)), WireError, "1 of 3 positions differ"),
-        (entries(lambda each: each.__setitem__(2, None)), WireError, r"got null, expected array at \[2\]"),
+        (
+            entries(lambda each: each.__setitem__(2, None)),
+            WireError,
+            r"input_token_logprobs\[2\]: got None, expected array",
+        ),
         (
             entries(lambda each: each[2].__setitem__(0, "x")),
             WireError,
-            r"got str, expected float . null at \[2\]\[0\]",
+            r"input_token_logprobs\[2\]\[0\]: got 'x', expected float . null",
         ),
         (without(VAL), WireError, "missing beside"),
         (lengths(lambda each: each.pop()), WireError, "got 3 positions for 4 tokens"),

@@ -9,7 +9,7 @@ from sglang_topp import errors
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
 from sglang_topp_client.requests import SampleRequest, plan, plan_scores
 from sglang_topp_client.wire.error_json import error_to_json
-from sglang_topp_client.wire.records import rollout_to_bytes, rollout_to_json, score_to_bytes, score_to_json
+from sglang_topp_client.wire.records import to_frame, to_record
 
 OPTIONS = {"request_id": "mine", "timeout_s": 9.0, "max_bytes": 1 << 20}
 
@@ -71,7 +71,7 @@ def test_the_sampler_source_is_sent_if_requested():
 
 
 def test_sets_of_another_source_are_an_error(fakes):
-    record = rollout_to_json(fakes.sample([5], 0))
+    record = to_record(fakes.sample([5], 0))
     one = rollouts([[5]], None, None, "sampler")
     with pytest.raises(errors.WireError, match="got 'distribution', expected 'sampler', as requested"):
         one.read(line(record))
@@ -79,7 +79,7 @@ def test_sets_of_another_source_are_an_error(fakes):
     assert rollout.top_logprobs_source == "sampler"
 
 
-@pytest.mark.parametrize("encode", [lambda made: line(rollout_to_json(made)), rollout_to_bytes])
+@pytest.mark.parametrize("encode", [lambda made: line(to_record(made)), to_frame])
 def test_samples_get_the_callers_indices(fakes, encode):
     one = rollouts(wanted=SampleRequest(40, [5], {}, (1, 7), 0.9, "distribution"))
     assert one.body()["sampling_params"] == {"n": 2}
@@ -92,7 +92,7 @@ def test_samples_get_the_callers_indices(fakes, encode):
     assert one.complete
 
 
-@pytest.mark.parametrize("encode", [lambda made: line(score_to_json(made)), score_to_bytes])
+@pytest.mark.parametrize("encode", [lambda made: line(to_record(made)), to_frame])
 def test_scores_get_the_callers_index(score, encode):
     (wanted,) = plan_scores([[7, 8, 9]], 0.5, 2)
     one = scores(wanted=replace(wanted, prompt_index=40))
@@ -103,7 +103,7 @@ def test_scores_get_the_callers_index(score, encode):
 
 
 def test_unrequested_sets_of_a_score_are_dropped(score):
-    ((_, result),) = scores([[7, 8, 9]], None, 2).read(line(score_to_json(score)))
+    ((_, result),) = scores([[7, 8, 9]], None, 2).read(line(to_record(score)))
     assert result.candidates is None
 
 
@@ -119,7 +119,7 @@ def test_unrequested_sets_of_a_score_are_dropped(score):
     ],
 )
 def test_a_sample_that_was_not_asked_for_is_an_error(fakes, changes, kind, words):
-    record = rollout_to_json(fakes.sample([5], 0))
+    record = to_record(fakes.sample([5], 0))
     assert len(rollouts().read(line(record))) == 1
     with pytest.raises(kind, match=words):
         rollouts().read(line(record | changes))
@@ -134,9 +134,9 @@ def test_a_sample_that_was_not_asked_for_is_an_error(fakes, changes, kind, words
 )
 def test_binary_samples_are_checked_like_json_samples(fakes, changes, kind, words):
     with pytest.raises(kind, match=words):
-        rollouts().read(rollout_to_bytes(replace(fakes.sample([5], 0), **changes)))
+        rollouts().read(to_frame(replace(fakes.sample([5], 0), **changes)))
     with pytest.raises(errors.WireError, match="prompt_ids: got other ids than those of the prompt"):
-        rollouts().read(rollout_to_bytes(fakes.sample([6], 0)))
+        rollouts().read(to_frame(fakes.sample([6], 0)))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_binary_samples_are_checked_like_json_samples(fakes, changes, kind, word
 )
 def test_a_score_that_was_not_asked_for_is_an_error(score, changes, kind, words):
     with pytest.raises(kind, match=words):
-        scores().read(line(score_to_json(score) | changes))
+        scores().read(line(to_record(score) | changes))
 
 
 def test_a_score_of_another_sequence_start_or_threshold_is_an_error(fakes, score):
@@ -159,19 +159,19 @@ def test_a_score_of_another_sequence_start_or_threshold_is_an_error(fakes, score
         (scores([[7, 8, 9]], 1.0, 2), "expected at least 1, the p that was asked for"),
     ):
         with pytest.raises(errors.WireError, match=words):
-            exchange.read(line(score_to_json(score)))
+            exchange.read(line(to_record(score)))
 
 
-@pytest.mark.parametrize("encode", [lambda made: line(rollout_to_json(made)), rollout_to_bytes])
+@pytest.mark.parametrize("encode", [lambda made: line(to_record(made)), to_frame])
 def test_a_second_copy_is_an_error(fakes, score, encode):
     one = rollouts()
     one.read(encode(fakes.sample([5], 0)))
     with pytest.raises(errors.WireError, match="expected an unfinished one of"):
         one.read(encode(fakes.sample([5], 0)))
     one = scores()
-    one.read(score_to_bytes(score))
+    one.read(to_frame(score))
     with pytest.raises(errors.WireError, match="expected one score"):
-        one.read(score_to_bytes(score))
+        one.read(to_frame(score))
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, None])
@@ -179,7 +179,7 @@ def test_a_second_copy_is_an_error(fakes, score, encode):
 def test_the_last_messages_count_must_match(fakes, count, arrived):
     one = rollouts()
     for index in range(arrived):
-        one.read(line(rollout_to_json(fakes.sample([5], index))))
+        one.read(line(to_record(fakes.sample([5], index))))
     with pytest.raises(errors.WireError, match=f"got {arrived}, expected 2"):
         one.read(line({"done": True, "rollouts": count}))
     assert not one.complete

@@ -300,7 +300,7 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 from sglang_topp_client import RolloutWriter, load_rollouts, save_rollouts
-from sglang_topp_client.wire.records import rollout_to_json
+from sglang_topp_client.wire.records import to_record
 rollouts, disk = list(load_rollouts(sys.argv[1])), Path(sys.argv[2])
 writer, count = RolloutWriter(disk / "run", part_size=len(rollouts)), 0
 try:
@@ -321,8 +321,8 @@ assert whole and len(whole) == writer.num_rollouts, (len(whole), writer.num_roll
 (disk / "ballast").unlink()
 writer.write(rollouts[count % len(rollouts)])
 writer.close()
-expected = [rollout_to_json(rollouts[i % len(rollouts)]) for i in range(count + 1)]
-assert [rollout_to_json(one) for one in load_rollouts(disk / "run")] == expected
+expected = [to_record(rollouts[i % len(rollouts)]) for i in range(count + 1)]
+assert [to_record(one) for one in load_rollouts(disk / "run")] == expected
 assert sorted(one.name for one in disk.iterdir()) == ["run"]
 print(len(expected), len(list((disk / "run").iterdir())))
 """

@@ -10,9 +10,9 @@ import pytest
 import uvicorn
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient
+from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.transport import http
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE
+from sglang_topp_client.wire.records import MEDIA_TYPES
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -211,7 +211,7 @@ async def test_the_limit_applies_to_one_line(size, pieces):
 async def test_a_frame_that_is_too_long_is_an_error_before_it_comes(num_bytes):
     async def handle(number, reader, writer):
         await read_request(reader)
-        writer.write(HEAD.replace(b"text/event-stream", ROLLOUTS_MEDIA_TYPE.encode()))
+        writer.write(HEAD.replace(b"text/event-stream", MEDIA_TYPES[Rollout].encode()))
         writer.write(chunk_of(num_bytes.to_bytes(8, "little")))
         await writer.drain()
         # The server sends no byte of the frame, and the client does not wait for it.

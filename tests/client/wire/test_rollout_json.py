@@ -9,13 +9,15 @@ import pybase64
 import pytest
 
 from sglang_topp import CandidateSets, errors, formats
+from sglang_topp_client import Rollout
 from sglang_topp_client.wire.error_json import error_from_json, error_to_json
-from sglang_topp_client.wire.field_checks import check_kept_mass, check_sets
 from sglang_topp_client.wire.records import (
-    rollout_from_bytes,
-    rollout_from_json,
-    rollout_to_bytes,
-    rollout_to_json,
+    check_kept_mass,
+    check_sets,
+    from_frame,
+    from_record,
+    to_frame,
+    to_record,
 )
 
 
@@ -32,50 +34,48 @@ def same(a, b):
 
 
 def test_round_trip_is_exact(rollout):
-    back = rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout))))
+    back = from_record(Rollout, json.loads(json.dumps(to_record(rollout))))
     assert same(back, rollout)
     assert back.logprobs.dtype == np.float32
     assert back.output_ids.dtype == back.prompt_ids.dtype == np.int32
 
 
 def test_a_rollout_without_sets_has_no_masked_logprobs(rollout):
-    back = rollout_from_json(rollout_to_json(replace(rollout, candidates=None)))
+    back = from_record(Rollout, to_record(replace(rollout, candidates=None)))
     assert back.candidates is None
     with pytest.raises(errors.InvalidInputError, match="none were requested"):
         _ = back.masked_logprobs
 
 
 def test_the_source_of_the_sets(rollout):
-    record = rollout_to_json(replace(rollout, top_logprobs_source="sampler"))
-    assert rollout_from_json(record).top_logprobs_source == "sampler"
-    # Sidecars of 0.1.0 write this. They had one rule for sets.
+    record = to_record(replace(rollout, top_logprobs_source="sampler"))
+    assert from_record(Rollout, record).top_logprobs_source == "sampler"
     del record["top_logprobs_source"]
-    assert rollout_from_json(record).top_logprobs_source == "distribution"
-    assert rollout_from_json(record | {"candidates": None}).top_logprobs_source is None
+    assert from_record(Rollout, record).top_logprobs_source is None
     for wrong in ("", "nucleus", 1):
         with pytest.raises(errors.WireError, match="top_logprobs_source"):
-            rollout_from_json(record | {"top_logprobs_source": wrong})
+            from_record(Rollout, record | {"top_logprobs_source": wrong})
 
 
 def test_weight_versions_of_each_token_round_trip(rollout):
-    record = rollout_to_json(rollout)
+    record = to_record(rollout)
     assert record["weight_versions"][0] == {"version": "step-6", "start": 0, "end": 1}
-    assert rollout_from_json(record).weight_versions == (
+    assert from_record(Rollout, record).weight_versions == (
         "step-6",
         *["step-7"] * (len(rollout.output_ids) - 1),
     )
 
 
 def test_an_older_record_without_weight_versions_is_accepted(rollout):
-    record = rollout_to_json(rollout)
+    record = to_record(rollout)
     del record["weight_versions"]
-    assert rollout_from_json(record).weight_versions is None
-    assert rollout_from_json(record).weight_version == "step-7"
-    assert rollout_from_json(rollout_to_json(replace(rollout, weight_spans=None))).weight_spans is None
+    assert from_record(Rollout, record).weight_versions is None
+    assert from_record(Rollout, record).weight_version == "step-7"
+    assert from_record(Rollout, to_record(replace(rollout, weight_spans=None))).weight_spans is None
 
 
 def test_unknown_fields_are_ignored(rollout):
-    assert same(rollout_from_json(rollout_to_json(rollout) | {"added_later": 1}), rollout)
+    assert same(from_record(Rollout, to_record(rollout) | {"added_later": 1}), rollout)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_unknown_fields_are_ignored(rollout):
 )
 @pytest.mark.parametrize("value", ["absent", None, True, object(), -1, 1.5])
 def test_every_field_is_checked_and_named(rollout, name, value):
-    record = rollout_to_json(rollout)
+    record = to_record(rollout)
     if value == "absent":
         del record[name]
     else:
         record[name] = value
     with pytest.raises(errors.WireError, match=name) as caught:
-        rollout_from_json(record)
+        from_record(Rollout, record)
     assert caught.value.field == name
 
 
@@ -128,7 +128,6 @@ def test_every_field_is_checked_and_named(rollout, name, value):
         ("timing", {"latency_s": -1.0}),
         ("timing", {"latency_s": float("nan")}),
         ("weight_version", 7),
-        ("weight_version", "\ud800"),
         ("routing_key", None),
         ("routing_key", 7),
         ("top_logprobs_p", 0),
@@ -142,19 +141,19 @@ def test_every_field_is_checked_and_named(rollout, name, value):
 )
 def test_values_at_odds_are_errors(rollout, name, value):
     with pytest.raises(errors.WireError):
-        rollout_from_json(rollout_to_json(rollout) | {name: value})
+        from_record(Rollout, to_record(rollout) | {name: value})
 
 
 @pytest.mark.parametrize("record", [None, [], "x", 1])
 def test_a_record_is_an_object(record):
     with pytest.raises(errors.WireError, match="record"):
-        rollout_from_json(record)
+        from_record(Rollout, record)
 
 
 def test_sets_of_other_tokens_are_errors(rollout, fakes):
     other = fakes.sample([5, 6], 2)
     with pytest.raises(errors.WireError, match="sampled token"):
-        rollout_from_json(rollout_to_json(rollout) | {"candidates": formats.pack_base64(other.candidates)})
+        from_record(Rollout, to_record(rollout) | {"candidates": formats.pack_base64(other.candidates)})
 
 
 def test_sets_with_other_logprobs_are_errors(rollout):
@@ -163,13 +162,13 @@ def test_sets_with_other_logprobs_are_errors(rollout):
         sets.token_ids, np.nextafter(sets.logprobs, np.float32(-99)), sets.offsets, sets.sampled_ids
     )
     with pytest.raises(errors.WireError, match="engine reports"):
-        rollout_from_json(rollout_to_json(rollout) | {"candidates": formats.pack_base64(nudged)})
+        from_record(Rollout, to_record(rollout) | {"candidates": formats.pack_base64(nudged)})
 
 
 def test_sets_without_logprobs_are_errors(rollout):
     ids_only = replace(rollout, candidates=rollout.candidates.without_logprobs())
     with pytest.raises(errors.WireError, match="candidates: got sets without log-probs"):
-        rollout_from_json(rollout_to_json(ids_only))
+        from_record(Rollout, to_record(ids_only))
 
 
 def test_every_position_needs_a_set(rollout):
@@ -227,8 +226,8 @@ def test_sets_of_another_threshold_are_refused(rollout):
     "spans", [[[0]], [[0, 4]], [[1, 1]], [[2, 1]], [[0, 2], [1, 3]], [[True, 2]], [{}], ["ab"], [[-1, 2]]]
 )
 def test_invalid_weight_spans_are_errors(rollout, spans):
-    with pytest.raises(errors.WireError, match="appended_spans: got"):
-        rollout_from_json(rollout_to_json(rollout) | {"appended_spans": spans}, may_be_extended=True)
+    with pytest.raises(errors.WireError, match=r"^appended_spans(\[0\])*: got .*, expected"):
+        from_record(Rollout, to_record(rollout) | {"appended_spans": spans}, may_be_extended=True)
 
 
 def test_the_request_parameters_round_trip(rollout):
@@ -240,8 +239,8 @@ def test_the_request_parameters_round_trip(rollout):
         weight_version=None,
     )
     for back in (
-        rollout_from_json(json.loads(json.dumps(rollout_to_json(asked)))),
-        rollout_from_bytes(rollout_to_bytes(asked), max_bytes=1 << 20),
+        from_record(Rollout, json.loads(json.dumps(to_record(asked)))),
+        from_frame(Rollout, to_frame(asked), max_bytes=1 << 20),
     ):
         assert back.routing_key == "prompt@server"
         assert (back.top_logprobs_p, back.sampling_params) == (0.9, asked.sampling_params)

@@ -8,18 +8,13 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import SglangToppError, WireError
+from sglang_topp_client import Score
 from sglang_topp_client.wire.frame import encode_frame
-from sglang_topp_client.wire.records import (
-    rollout_to_bytes,
-    score_from_bytes,
-    score_from_json,
-    score_to_bytes,
-    score_to_json,
-)
+from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
 
 
 def decoded(raw):
-    return score_from_bytes(raw, max_bytes=1 << 20)
+    return from_frame(Score, raw, max_bytes=1 << 20)
 
 
 def assert_same(read, written):
@@ -42,7 +37,7 @@ def assert_same(read, written):
 
 
 def both_ways(score):
-    return score_from_json(json.loads(json.dumps(score_to_json(score)))), decoded(score_to_bytes(score))
+    return from_record(Score, json.loads(json.dumps(to_record(score)))), decoded(to_frame(score))
 
 
 @pytest.mark.parametrize("start", [1, 3, 6])
@@ -63,7 +58,7 @@ def test_zero_scored_positions_still_have_sets(fakes):
 
 def test_unknown_fields_are_ignored(fakes):
     score = fakes.score([5, 6, 7])
-    assert_same(score_from_json(score_to_json(score) | {"later": 1}), score)
+    assert_same(from_record(Score, to_record(score) | {"later": 1}), score)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +86,9 @@ def test_unknown_fields_are_ignored(fakes):
     ],
 )
 def test_a_wrong_field_is_named(fakes, changes, field):
-    record = score_to_json(fakes.score([5, 6, 7, 8, 9, 10], 2)) | changes
+    record = to_record(fakes.score([5, 6, 7, 8, 9, 10], 2)) | changes
     with pytest.raises(SglangToppError) as error:
-        score_from_json(record)
+        from_record(Score, record)
     assert error.value.field == field
 
 
@@ -101,18 +96,18 @@ def test_a_wrong_field_is_named(fakes, changes, field):
     "name", ["start", "token_ids", "logprobs", "num_tokens", "cached_tokens", "request_id"]
 )
 def test_a_missing_field_is_named(fakes, name):
-    record = score_to_json(fakes.score([5, 6, 7]))
+    record = to_record(fakes.score([5, 6, 7]))
     del record[name]
     with pytest.raises(WireError, match=name):
-        score_from_json(record)
+        from_record(Score, record)
 
 
 def test_a_nan_log_prob_is_an_error(fakes):
     score = fakes.score([5, 6, 7])
     wrong = replace(score, logprobs=np.array([np.nan, -1.0], np.float32))
     for read in (
-        lambda: score_from_json(score_to_json(wrong)),
-        lambda: decoded(score_to_bytes(wrong)),
+        lambda: from_record(Score, to_record(wrong)),
+        lambda: decoded(to_frame(wrong)),
     ):
         with pytest.raises(WireError, match="got NaN at position 0"):
             read()
@@ -122,8 +117,8 @@ def test_sets_of_other_log_probs_are_errors(fakes):
     score = fakes.score([5, 6, 7])
     wrong = replace(score, logprobs=np.nextafter(score.logprobs, np.float32(-9), dtype=np.float32))
     for read in (
-        lambda: score_from_json(score_to_json(wrong)),
-        lambda: decoded(score_to_bytes(wrong)),
+        lambda: from_record(Score, to_record(wrong)),
+        lambda: decoded(to_frame(wrong)),
     ):
         with pytest.raises(WireError, match="2 of 2 positions differ"):
             read()
@@ -131,16 +126,16 @@ def test_sets_of_other_log_probs_are_errors(fakes):
 
 def test_sets_of_too_few_positions_are_errors(fakes):
     score = fakes.score([5, 6, 7])
-    record = score_to_json(replace(score, candidates=score.candidates[1:]))
+    record = to_record(replace(score, candidates=score.candidates[1:]))
     with pytest.raises(WireError, match="got 1 positions for 2"):
-        score_from_json(record)
-    record = score_to_json(replace(score, candidates=CandidateSets.empty(2)))
+        from_record(Score, record)
+    record = to_record(replace(score, candidates=CandidateSets.empty(2)))
     with pytest.raises(SglangToppError, match="sampled token"):
-        score_from_json(record)
+        from_record(Score, record)
 
 
 def test_a_cut_or_altered_frame_is_an_error(fakes):
-    raw = score_to_bytes(fakes.score([5, 6, 7, 8]))
+    raw = to_frame(fakes.score([5, 6, 7, 8]))
     for length in range(len(raw)):
         with pytest.raises(WireError):
             decoded(raw[:length])
@@ -152,16 +147,18 @@ def test_a_cut_or_altered_frame_is_an_error(fakes):
 
 
 def test_a_rollout_frame_is_not_a_score(fakes):
-    with pytest.raises(WireError, match="num_tokens: got nothing"):
-        decoded(rollout_to_bytes(fakes.sample([5], 0)))
+    with pytest.raises(WireError, match="sequence_index: missing"):
+        decoded(to_frame(fakes.sample([5], 0)))
 
 
 @pytest.mark.parametrize("changes", [{"num_tokens": 1 << 40}, {"start": 1 << 62}, {"num_tokens": 0}])
 def test_counts_that_do_not_fit_allocate_nothing(fakes, changes):
     score = fakes.score([5, 6, 7])
-    record = score_to_json(score) | changes
+    record = to_record(score) | changes
     for name in ("token_ids", "logprobs", "candidates"):
         del record[name]
-    raw = encode_frame(record, (score.token_ids, score.logprobs), score.candidates)
+    sets = score.candidates
+    arrays = (score.token_ids, score.logprobs, sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs)
+    raw = encode_frame(record | {"num_candidates": len(sets.token_ids)}, arrays)
     with pytest.raises(SglangToppError):
         decoded(raw)

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from sglang_topp_client import AsyncRolloutClient, RolloutClient
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE, rollout_from_json
+from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
+from sglang_topp_client.wire.records import MEDIA_TYPES, from_record
 from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.schemas.answers import RolloutRecord
 
@@ -37,7 +37,7 @@ def test_a_record_has_the_fields_of_the_contract_and_decodes(sidecar):
     (record,) = sidecar.rollouts("ab").json()["rollouts"]
 
     RolloutRecord.model_validate(record)
-    rollout = rollout_from_json(record)
+    rollout = from_record(Rollout, record)
     assert rollout.prompt_ids.tolist() == [97, 98]
     assert rollout.candidates.sizes.tolist() == [4, 4, 4]
     np.testing.assert_array_equal(rollout.candidates.sampled_logprobs, rollout.logprobs)
@@ -70,7 +70,7 @@ def test_a_stream_is_a_line_per_sample_and_an_end_mark(sidecar):
     *records, end = [json.loads(line) for line in answer.text.splitlines()]
     assert end == {"done": True, "rollouts": 4}
     assert sorted((r["prompt_index"], r["sample_index"]) for r in records) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(rollout_from_json(record).candidates is not None for record in records)
+    assert all(from_record(Rollout, record).candidates is not None for record in records)
 
 
 def test_a_stream_sends_each_sample_as_it_finishes(sidecar, engine):
@@ -142,10 +142,14 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
         "request_id",
         "timeout_s",
     }
-    assert "RolloutRecord" in page["components"]["schemas"]
+    fields = page["components"]["schemas"]["RolloutRecord"]["properties"]
+    assert set(fields) == set(sidecar.rollouts("ab").json()["rollouts"][0])
+    assert fields["cached_tokens"]["description"].startswith("How many prompt tokens came from")
+    assert fields["logprobs"]["description"].endswith("In JSON, base64 of little-endian float32.")
+    assert all(field["description"] for field in fields.values())
     order = page["paths"]["/abort"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert set(order["properties"]) == {"request_id", "all"}
-    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, ROLLOUTS_MEDIA_TYPE}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPES[Rollout]}
 
 
 def test_many_requests_at_once(sidecar, eventually):
@@ -160,5 +164,5 @@ def test_megabytes_of_sets_come_back_whole(sidecar):
     answer = sidecar.rollouts("a", sampling_params={"set_size": 2000, "repeat": 100})
 
     (record,) = answer.json()["rollouts"]
-    assert rollout_from_json(record).candidates.sizes.tolist() == [2000] * 300
+    assert from_record(Rollout, record).candidates.sizes.tolist() == [2000] * 300
     assert int(answer.headers["content-length"]) == len(answer.content)

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from starlette.datastructures import Headers
 
-from sglang_topp_client import RolloutClient
-from sglang_topp_client.wire.records import (
-    ROLLOUTS_MEDIA_TYPE,
-    rollout_from_bytes,
-    rollout_from_json,
-    rollout_to_json,
-)
+from sglang_topp_client import Rollout, RolloutClient
+from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record, to_record
 from sglang_topp_server.api.encodings import NDJSON, accepted_encoding
 
-FRAMES = ROLLOUTS_MEDIA_TYPE
+FRAMES = MEDIA_TYPES[Rollout]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ FRAMES = ROLLOUTS_MEDIA_TYPE
 def test_the_accept_header_chooses_the_encoding(accept, form):
     assert (
         accepted_encoding(
-            Headers({} if accept is None else {"accept": accept}), ROLLOUTS_MEDIA_TYPE
+            Headers({} if accept is None else {"accept": accept}), MEDIA_TYPES[Rollout]
         ).media_type
         == form
     )
@@ -54,7 +49,7 @@ def test_the_accept_header_chooses_the_encoding(accept, form):
 
 def test_several_headers_are_one():
     raw = [(b"accept", NDJSON.encode() + b";q=0.5"), (b"accept", FRAMES.encode())]
-    assert accepted_encoding(Headers(raw=raw), ROLLOUTS_MEDIA_TYPE).media_type == FRAMES
+    assert accepted_encoding(Headers(raw=raw), MEDIA_TYPES[Rollout]).media_type == FRAMES
 
 
 def messages_of(raw):
@@ -94,9 +89,7 @@ def test_frames_hold_what_lines_hold(sidecar):
     def key(record):
         return record["prompt_index"], record["sample_index"]
 
-    records = sorted(
-        (rollout_to_json(rollout_from_bytes(frame, max_bytes=1 << 20)) for frame in frames), key=key
-    )
+    records = sorted((to_record(from_frame(Rollout, frame, max_bytes=1 << 20)) for frame in frames), key=key)
     assert [*map(without_chance, records)] == [*map(without_chance, sorted(lines, key=key))]
     assert len(in_frames.content) < len(in_lines.content)
 
@@ -127,7 +120,7 @@ def test_errors_come_in_frames_once_a_stream_has_begun(sidecar):
         sidecar, FRAMES, prompts="a", sampling_params={"n": 2, "fault": "hang-second"}, timeout_s=1.5
     )
     sample, error = messages_of(answer.content)
-    assert rollout_from_bytes(sample, max_bytes=1 << 20).sample_index == 0
+    assert from_frame(Rollout, sample, max_bytes=1 << 20).sample_index == 0
     assert json.loads(error)["error"]["type"] == "RequestTimeoutError"
     # Before, they are the answer itself.
     answer = ask(sidecar, FRAMES, top_logprobs_p=1.5)
@@ -136,7 +129,7 @@ def test_errors_come_in_frames_once_a_stream_has_begun(sidecar):
 
 
 def test_the_client_gets_frames(sidecar):
-    exact = rollout_from_json(json.loads(ask(sidecar, None).text.splitlines()[0]))
+    exact = from_record(Rollout, json.loads(ask(sidecar, None).text.splitlines()[0]))
     with RolloutClient(sidecar.url) as client:
         rollouts = client.generate(["a", "bc"], {"n": 2, "set_size": 300}, top_logprobs_p=0.9)
     rollout = rollouts[2 * exact.prompt_index + exact.sample_index]

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import Rollout
-from sglang_topp_client.wire.records import rollout_from_json, rollout_to_json
+from sglang_topp_client.wire.records import from_record, to_record
 from sglang_topp_server.api.encodings import CHUNK_BYTES, SampleJson, rechunk
 
 
@@ -43,9 +43,9 @@ def test_a_record_is_what_the_client_writes(sizes):
 
     raw = b"".join(SampleJson(sample))
 
-    assert json.loads(raw) == rollout_to_json(sample)
+    assert json.loads(raw) == to_record(sample)
     assert len(SampleJson(sample)) == len(raw)
-    assert rollout_from_json(json.loads(raw)).candidates == sample.candidates
+    assert from_record(Rollout, json.loads(raw)).candidates == sample.candidates
 
 
 def test_no_part_of_a_record_is_longer_than_a_chunk():

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from sglang_topp import formats
-from sglang_topp_client import RolloutClient
-from sglang_topp_client.wire.records import (
-    ROLLOUTS_MEDIA_TYPE,
-    SCORES_MEDIA_TYPE,
-    score_from_bytes,
-    score_from_json,
-)
+from sglang_topp_client import Rollout, RolloutClient, Score
+from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
 from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.schemas.answers import ScoreRecord
 from sglang_topp_server.schemas.requests import ScoresBody
@@ -76,14 +71,14 @@ def test_without_a_threshold_log_probs_are_returned_alone(sidecar, engine, strea
 def test_frames_hold_the_same_scores_as_lines(sidecar):
     body = {"sequences": [[5, 6, 7]], "top_logprobs_p": 0.5, "stream": True}
     answer = sidecar.http.post(
-        "/scores", json=body, headers={"Accept": f"{SCORES_MEDIA_TYPE}, {NDJSON};q=0.5"}
+        "/scores", json=body, headers={"Accept": f"{MEDIA_TYPES[Score]}, {NDJSON};q=0.5"}
     )
-    assert answer.headers["content-type"] == SCORES_MEDIA_TYPE
+    assert answer.headers["content-type"] == MEDIA_TYPES[Score]
     length = int.from_bytes(answer.content[:8], "little")
-    framed = score_from_bytes(answer.content[8 : 8 + length], max_bytes=1 << 20)
+    framed = from_frame(Score, answer.content[8 : 8 + length], max_bytes=1 << 20)
     assert json.loads(answer.content[8 + length + 8 :]) == {"done": True, "scores": 1}
     (line,) = records_of(sidecar.http.post("/scores", json=body), True)
-    read = score_from_json(line)
+    read = from_record(Score, line)
     np.testing.assert_array_equal(framed.token_ids, read.token_ids)
     np.testing.assert_array_equal(framed.logprobs, read.logprobs)
     np.testing.assert_array_equal(framed.candidates.token_ids, read.candidates.token_ids)
@@ -91,7 +86,7 @@ def test_frames_hold_the_same_scores_as_lines(sidecar):
 
 def test_frames_of_rollouts_are_not_sent_as_scores(sidecar):
     body = {"sequences": [[5, 6, 7]], "stream": True}
-    answer = sidecar.http.post("/scores", json=body, headers={"Accept": ROLLOUTS_MEDIA_TYPE})
+    answer = sidecar.http.post("/scores", json=body, headers={"Accept": MEDIA_TYPES[Rollout]})
     assert answer.headers["content-type"] == NDJSON
 
 
@@ -245,8 +240,8 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     page = sidecar.http.get("/openapi.json").json()
     operation = page["paths"]["/scores"]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == set(ScoresBody.model_fields)
+    assert set(body["properties"]) == set(ScoresBody.__struct_fields__)
     assert body["required"] == ["sequences"]
-    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, SCORES_MEDIA_TYPE}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPES[Score]}
     (made,) = sidecar.scores([[5, 6]]).json()["scores"]
     assert set(page["components"]["schemas"]["ScoreRecord"]["properties"]) == set(made)

@@ -6,7 +6,8 @@ import re
 import httpx
 import numpy as np
 
-from sglang_topp_client.wire.records import rollout_from_json
+from sglang_topp_client import Rollout
+from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.api import recent_rollouts
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.view.build_page import content_security_policy
@@ -53,7 +54,7 @@ def test_it_needs_the_key(engine, start):
 
 def test_its_memory_is_bounded(monkeypatch, sidecar):
     (record,) = sidecar.rollouts("ab").json()["rollouts"]
-    rollout = rollout_from_json(record)
+    rollout = from_record(Rollout, record)
     monkeypatch.setattr(recent_rollouts, "_MAX_BYTES", 3 * recent_rollouts.num_bytes_of(rollout))
     recent = RecentRollouts(100)
     for _ in range(10):

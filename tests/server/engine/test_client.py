@@ -195,14 +195,14 @@ def test_another_server_at_the_engines_address_is_not_ready(start):
 
     answer = sidecar.rollouts("a")
     assert answer.status_code == 503
-    assert "/server_info answers HTTP 404" in answer.json()["error"]["message"]
+    assert "/server_info: HTTP 404" in answer.json()["error"]["message"]
 
 
 def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
     def broken(rollout):
         raise KeyError("a fault of our own")
 
-    monkeypatch.setattr("sglang_topp_server.api.encodings.rollout_to_json", broken)
+    monkeypatch.setattr("sglang_topp_server.api.encodings.to_record", broken)
     answer = sidecar.rollouts("a", stream=stream)
 
     # In a stream, the status has already been sent, so the last line reports the error.

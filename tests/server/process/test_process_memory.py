@@ -9,7 +9,8 @@ import time
 import httpx
 import pytest
 
-from sglang_topp_client.wire.records import ROLLOUTS_MEDIA_TYPE
+from sglang_topp_client import Rollout
+from sglang_topp_client.wire.records import MEDIA_TYPES
 
 MIB = 1 << 20
 
@@ -76,7 +77,7 @@ def test_one_large_sample_passes_through(start_process):
 
 @pytest.mark.parametrize(
     ("stream", "accept"),
-    [(False, "*/*"), (True, "*/*"), (True, ROLLOUTS_MEDIA_TYPE)],
+    [(False, "*/*"), (True, "*/*"), (True, MEDIA_TYPES[Rollout])],
     ids=["whole", "lines", "frames"],
 )
 def test_many_samples_pass_through_and_their_memory_goes_back(start_process, stream, accept, eventually):
@@ -87,7 +88,7 @@ def test_many_samples_pass_through_and_their_memory_goes_back(start_process, str
         sampling_params={"set_size": 100_000, "repeat": 2, "n": 16}, stream=stream, accept=accept
     )
 
-    if accept != ROLLOUTS_MEDIA_TYPE:  # the fake engine's log-probs follow a pattern, so frames are small
+    if accept != MEDIA_TYPES[Rollout]:  # the fake engine's log-probs follow a pattern, so frames are small
         assert length > 96 * MIB
     # In one answer, the samples wait as arrays (three quarters of their text), and one is being encoded. A
     # stream holds few samples at a time.

@@ -4,8 +4,8 @@ import asyncio
 from contextlib import aclosing
 
 from sglang_topp_client.transport import framing
-from sglang_topp_server.engine import long_message_slots
-from sglang_topp_server.engine.long_message_slots import LONG_BYTES, LongMessageSlots
+from sglang_topp_server import limits
+from sglang_topp_server.limits import LONG_BYTES, LongMessageSlots
 
 
 class Answer:
@@ -71,7 +71,7 @@ async def test_the_next_one_waits_and_short_lines_do_not():
 
 
 async def test_stuck_lines_do_not_block_others(monkeypatch):
-    monkeypatch.setattr(long_message_slots, "_STUCK_S", 0.2)
+    monkeypatch.setattr(limits, "_STUCK_S", 0.2)
     shared = LongMessageSlots(1)
     stuck, next_one = start(shared), start(shared)
     stuck[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))
@@ -88,7 +88,7 @@ async def test_stuck_lines_do_not_block_others(monkeypatch):
 
 
 async def test_a_line_that_makes_progress_keeps_its_place(monkeypatch):
-    monkeypatch.setattr(long_message_slots, "_STUCK_S", 0.5)
+    monkeypatch.setattr(limits, "_STUCK_S", 0.5)
     shared = LongMessageSlots(1)
     slow, next_one = start(shared), start(shared)
     slow[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))

@@ -1,15 +1,19 @@
-"""The gradient of the LM head's weight: dense, sparse, or added to a buffer in place.
+"""The LM head as a source of raw outputs, and the gradient of its weight: dense, sparse, or in a buffer.
 
 A dense gradient has shape [V, H], even if few ids occur in the candidate sets. If only the candidates' logits
 are computed, the LM head spends nearly all of its time on the dense gradient. A sparse gradient has one row
 per distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the
 buffer's rows at the candidate ids, and does not touch the buffer's other rows.
 
-Shape legend: V ids held by this rank, H hidden size, T positions, m candidates, U distinct ids.
+Shape legend: T positions, R rows of a pass, H hidden size, V ids held by this rank, C rows of a chunk, m
+candidates, U distinct ids.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
@@ -18,11 +22,140 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_index import CandidateIndex, Entries
+from sglang_topp.replay import gathered_products
+from sglang_topp.replay.candidate_index import CandidateIndex, Entries, Shard, reduce_sum
 
-__all__ = ["WeightGrad", "WeightGradSink"]
+__all__ = [
+    "HeadSource",
+    "WeightGrad",
+    "WeightGradSink",
+    "accumulation_dtype",
+    "check_head",
+    "check_targets",
+    "products_of",
+    "refuse_dtensors",
+]
 
 WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
+
+_WEIGHT_ROWS = 1 << 13
+
+
+class HeadSource:
+    """The raw outputs `hidden . weight + bias` of an LM head.
+
+    The products have the dtype of the sums. On a GPU, if hidden states and weight have the same
+    half-precision dtype, tensor cores multiply in that dtype and sum in float32. The gradient of the logits
+    is first converted to that dtype. In all other cases, all matrices are first converted.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        rows: Tensor | None,
+        shard: Shard,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        sink: WeightGradSink,
+    ) -> None:
+        """Read the head. A pass reads the positions `rows`."""
+        self._hidden, self._weight, self._bias, self._rows = hidden, weight, bias, rows
+        self._num_ids, self._group = shard.num_ids, shard.group
+        self._dtype, self._ops, self._sink = dtype, ops, sink
+
+    def saved(self, *, has_pass: bool) -> tuple[Tensor | None, ...]:
+        return self._hidden, self._weight, self._bias
+
+    def gather(self, entries: Entries) -> Tensor:
+        raw_m: Tensor = self._ops.gathered_dot(self._hidden, self._weight, entries, out_dtype=self._dtype)
+        return raw_m if self._bias is None else raw_m.add_(self._bias.index_select(0, entries.ids))
+
+    def raw(self, part: slice) -> Tensor:
+        logits_CV = self._product(self._read[part], self._head.t())
+        if self._bias is not None:
+            logits_CV += self._bias[: self._num_ids]
+        return logits_CV
+
+    def gradients(
+        self,
+        wanted: tuple[bool, ...],
+        gathered: tuple[Entries, Tensor] | None,
+        chunks: Iterable[tuple[slice, Tensor]] | None,
+    ) -> tuple[Tensor | None, ...]:
+        hidden_RH = weight_VH = bias_V = None
+        if chunks is not None:
+            hidden_RH, weight_VH, bias_V = (
+                torch.zeros_like(tensor, dtype=self._dtype) if wants and tensor is not None else None
+                for tensor, wants in zip((self._read, self._weight, self._bias), wanted, strict=True)
+            )
+        for part, grad_CV in chunks or ():
+            if hidden_RH is not None:
+                hidden_RH[part] = self._product(grad_CV, self._head)
+            if weight_VH is not None:
+                self._add_outer(weight_VH, grad_CV, self._read[part])
+            if bias_V is not None:
+                bias_V[: self._num_ids] += grad_CV.sum(dim=0)
+        grad_hidden = self._grad_hidden(gathered, hidden_RH) if wanted[0] else None
+        if gathered is not None and (wanted[1] or wanted[2]):
+            gathered = gathered[0], gathered[1].index_select(0, gathered[0].order)
+        if wanted[2] and gathered is not None:
+            sums_V = torch.segment_reduce(gathered[1], "sum", offsets=gathered[0].by_id.offsets)
+            bias_V = sums_V if bias_V is None else bias_V.add_(sums_V)
+        grad_bias = None if bias_V is None or self._bias is None else bias_V.to(self._bias.dtype)
+        grad_weight = self._sink.hand_over(self._hidden, gathered, weight_VH) if wanted[1] else None
+        return grad_hidden, grad_weight, grad_bias
+
+    def _grad_hidden(self, gathered: tuple[Entries, Tensor] | None, read_RH: Tensor | None) -> Tensor:
+        dtype = self._hidden.dtype
+        if read_RH is not None and self._rows is None:
+            total_TH = read_RH  # the pass reads all positions
+        elif gathered is None:
+            total_TH = torch.zeros_like(self._hidden, dtype=self._dtype)
+        else:
+            entries, grad_m = gathered
+            is_all = read_RH is None and self._group is None  # so that its sums are rounded at once
+            total_TH = self._ops.segment_sum(
+                self._weight, entries.by_position, grad_m, out_dtype=dtype if is_all else self._dtype
+            )
+        if read_RH is not None and self._rows is not None:
+            total_TH.index_copy_(0, self._rows, read_RH)
+        return reduce_sum(total_TH, self._group).to(dtype)
+
+    @functools.cached_property
+    def _read(self) -> Tensor:
+        """[R, H]: the hidden states that a pass reads."""
+        return self._hidden if self._rows is None else self._hidden.index_select(0, self._rows)
+
+    @functools.cached_property
+    def _mixed(self) -> bool:
+        """Whether tensor cores multiply in half precision."""
+        return self._hidden.is_cuda and self._hidden.dtype == self._weight.dtype != self._dtype
+
+    @functools.cached_property
+    def _head(self) -> Tensor:
+        """[V, H]: the rows of the weight without padding, as `_product` reads them."""
+        head = self._weight[: self._num_ids]
+        return head if self._mixed else head.to(self._dtype)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        product: Tensor
+        if self._mixed:
+            product = torch.mm(left.to(right.dtype), right, out_dtype=self._dtype)
+        else:
+            product = torch.mm(left.to(self._dtype), right.to(self._dtype))
+        return product
+
+    def _add_outer(self, grad_VH: Tensor, grad_CV: Tensor, read_CH: Tensor) -> None:
+        """Add the weight's gradient from one chunk to `grad_VH`, without a second [V, H] tensor."""
+        if not self._mixed:
+            grad_VH[: self._num_ids].addmm_(grad_CV.t(), read_CH.to(self._dtype))
+            return
+        for start in range(0, self._num_ids, _WEIGHT_ROWS):
+            rows = slice(start, min(start + _WEIGHT_ROWS, self._num_ids))
+            grad_VH[rows] += self._product(grad_CV[:, rows].t(), read_CH)
 
 
 class WeightGradSink:
@@ -40,17 +173,18 @@ class WeightGradSink:
         hidden: Tensor,
         dtype: torch.dtype,
         ops: ModuleType,
-        index: CandidateIndex | None,
     ) -> None:
         """Check `weight_grad`. `dtype` is that of the sums, and `ops` sums rows over segments."""
         _check(weight_grad, weight, hidden, dtype)
-        self._where, self._ops, self._index = weight_grad, ops, index
+        self._where, self._ops = weight_grad, ops
         self._shape, self._dtype = weight.shape, weight.dtype
         # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
         # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
         self._leaf = weight if weight.is_leaf else None
         self._is_grad = _is_its_grad(weight_grad, self._leaf)
         self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
+        self.index: CandidateIndex | None = None
+        """The candidates that the scores are over, or None."""
 
     def attach(self, weight: Tensor) -> Tensor:
         """Return the weight, such that its gradient goes through this object."""
@@ -87,8 +221,8 @@ class WeightGradSink:
         if total is not None:
             if where == "dense":
                 return total.to(self._dtype)
-            assert self._index is not None
-            ids = self._index.occurring_ids
+            assert self.index is not None
+            ids = self.index.occurring_ids
             return _coo(ids, total.index_select(0, ids).to(self._dtype), self._shape)
         if gathered is None:
             return None
@@ -226,3 +360,72 @@ def _is_main_grad(buffer: WeightGrad, weight: Tensor) -> bool:
         and isinstance(buffer, Tensor)
         and main_grad.data_ptr() == buffer.data_ptr()
     )
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
+    """Raise InvalidInputError unless all shapes and devices match, and the targets are integers."""
+    if targets is not None:
+        check_targets(targets)
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise InvalidInputError(
+            f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
+            " expected [T, H] and [V, H]"
+        )
+    if targets is not None and len(hidden) != len(targets):
+        raise InvalidInputError(f"targets: got {len(targets)} for {len(hidden)} hidden states")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")
+    refuse_dtensors(hidden=hidden, weight=weight, bias=bias)
+    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise InvalidInputError(f"{name}: it is on {tensor.device}, and hidden is on {hidden.device}")
+
+
+def check_targets(targets: Tensor) -> None:
+    """Raise InvalidInputError unless targets are integers [T]."""
+    if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise InvalidInputError(
+            f"targets: got shape {tuple(targets.shape)} and dtype {targets.dtype}, expected integers [T]"
+        )
+
+
+def refuse_dtensors(**tensors: Tensor | None) -> None:
+    """Raise InvalidInputError if a tensor is a DTensor, which holds only a part of its rows on this rank."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor"):
+            raise InvalidInputError(
+                f"{name}: it is a DTensor, expected a plain tensor; pass {name}.full_tensor(), or with FSDP2"
+                " call the module's unshard() before you read its parameter"
+            )
+
+
+def accumulation_dtype(**tensors: Tensor) -> torch.dtype:
+    """Return the dtype of sums and results: float32, or float64 if any of `tensors` is float64.
+
+    Raises:
+        InvalidInputError: a tensor is not float16, bfloat16, float32, or float64.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise InvalidInputError(
+                f"{name}: got dtype {tensor.dtype}, expected float16, bfloat16, float32 or float64"
+            )
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    return torch.float64 if wide else torch.float32
+
+
+def products_of(backend: str, hidden: Tensor, dtype: torch.dtype) -> ModuleType:
+    """Return the module `gathered_products` or `gathered_products_triton`."""
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
+    # The Triton kernels compute sums in float32 only. With "auto", float64 inputs therefore use plain torch.
+    # Only tests pass float64 inputs.
+    suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+    if backend == "triton" or (backend == "auto" and suits):
+        if dtype != torch.float32:
+            raise InvalidInputError(f"backend: 'triton' sums in float32, and the inputs ask for {dtype}")
+
+        from sglang_topp.replay import gathered_products_triton
+
+        return gathered_products_triton
+    return gathered_products

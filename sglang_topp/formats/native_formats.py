@@ -1,0 +1,382 @@
+"""Decode SGLang's top log-probs, and the sampling masks of SGLang and vLLM, which need no plugin.
+
+Top log-probs (`top_logprobs_num`) are the k most likely tokens of each position. `meta_info` holds them in
+one of four forms, the last of which is the plugin's (`encode_top_k`)::
+
+    SGLang, lists         output_top_logprobs[t] = [[logprob, token_id, text or null], ...], or null
+    SGLang, flat arrays   output_top_logprobs_{val_flat,idx_flat,shape,null_prefix}
+    SGLang, base64        output_top_logprobs_{val_flat_b64,idx_flat_b64,shape,null_prefix}
+                          output_top_logprobs_{val_flat_b64,idx_flat_b64}_dtype
+    plugin, base64        output_top_logprobs_{val_base64,idx_base64,shape,none_positions}
+
+The field `shape` is `[R, k]`: the log-probs and the token ids are two arrays of R rows of k numbers. A
+position without a distribution, such as the prompt's first token, has no row in these arrays. SGLang's field
+`null_prefix` is the number of leading positions without a row. The plugin's field `none_positions` lists
+the positions without a row.
+
+A sampling mask lists the tokens that the engine's sampler could draw. For SGLang, the request's field
+`sampling_logprobs_mode` sets a mode, `"support"` or `"selected"`::
+
+    SGLang   meta_info.output_token_sampling_mask[t] = [token_id, ...]
+             meta_info.output_token_sampling_logprobs[t] = [logprob, ...] in mode "support",
+                                                           the sampled token's logprob in mode "selected"
+    vLLM     choices[i].sampling_mask[t] = [token_id, ...], or null if masks are off
+
+SGLang renormalizes `output_token_sampling_logprobs` over the tokens of the mask. The decoder ignores SGLang's
+field `output_token_sampling_mask_length`. In an incremental stream, each chunk holds only its own masks, but
+this field also counts the masks of earlier chunks.
+
+If `max_new_tokens` is 0, SGLang reports one position, although there is no token. An answer without tokens
+therefore has no sets, whatever its fields hold.
+
+Shape legend: T positions, R positions with a distribution, n tokens over all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import (
+    first_true,
+    offsets_of,
+    rows_of,
+    sorted_by_id,
+    sorted_by_logprob,
+)
+from sglang_topp.candidates.validation import LOWEST, MAX_LOGPROB, as_float32, check_distinct
+from sglang_topp.errors import (
+    InvalidInputError,
+    MissingCandidateSetsError,
+    SampledTokenMissingError,
+    WireError,
+    describe,
+)
+from sglang_topp.formats.field_parsing import (
+    FLOAT32,
+    INT32,
+    b64array,
+    check_count,
+    check_present,
+    check_range,
+    check_vocab,
+    entry_rows,
+    fields_of,
+    integers,
+    numbers,
+    renaming_errors,
+    token_ids_of,
+)
+
+__all__ = ["decode_sampling_mask", "decode_top_k"]
+
+_TOKENS = "output_token_logprobs"
+_TOP_K = "output_top_logprobs"
+_SHAPE = f"{_TOP_K}_shape"
+_MASK, _LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+_VLLM_MASK = "sampling_mask"
+
+
+def _sampled_logprobs(
+    meta_info: Mapping[str, Any], sampled_ids: NDArray[np.integer[Any]]
+) -> NDArray[np.float32]:
+    """Return float32 [T]: the log-probs of the T sampled tokens, from `output_token_logprobs`.
+
+    Raise WireError unless the field lists exactly the tokens `sampled_ids`, in order.
+    """
+    if meta_info.get(_TOKENS) is None:
+        raise WireError(_TOKENS, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
+    # `output_token_logprobs` is a list with one entry [logprob, token_id, text] per token. `entry_rows`
+    # expects a list of lists of entries, so put the field into a list of length 1.
+    token_ids, given, _ = entry_rows(_TOKENS, [meta_info[_TOKENS]])
+    check_count(_TOKENS, len(given), len(sampled_ids))
+    with renaming_errors({"logprobs": _TOKENS}):
+        logprobs = as_float32("logprobs", given)
+    if (t := first_true(token_ids != sampled_ids)) is not None:
+        raise WireError(_TOKENS, f"got token {token_ids[t]} at position {t}; the output is {sampled_ids[t]}")
+    if (t := first_true(~(logprobs <= MAX_LOGPROB))) is not None:
+        raise WireError(_TOKENS, f"got {logprobs[t]} at position {t}, expected at most 0 and no NaN")
+    return logprobs
+
+
+# -- top log-probs ------------------------------------------------------------------------------------------
+
+
+def decode_top_k(
+    meta_info: Mapping[str, Any], output_ids: ArrayLike, k: int, *, vocab_size: int | None = None
+) -> CandidateSets:
+    """Decode each position's k most likely tokens as a candidate set.
+
+    The request must have `top_logprobs_num` >= `k`.
+
+    The response may come from SGLang with or without the plugin. Let `q` be the probabilities at position
+    `t`. The candidate set of position `t` is::
+
+        C_t = { i : fewer than k tokens j have q[j] > q[i] }  ∪  { the sampled token }
+
+    If the response lists more than `k` tokens, the set also keeps listed tokens that are as likely as the
+    k-th. SGLang omits tied tokens after the k-th if `top_logprobs_num` equals `k`. To get the tied tokens
+    too, set `top_logprobs_num` slightly higher than `k`. The decoder drops unsampled tokens of zero
+    probability. The sampled token's log-prob comes from `output_token_logprobs`.
+
+    Args:
+        meta_info: the response's `meta_info`. By default, SGLang returns lists (`output_top_logprobs`).
+            SGLang returns flat arrays, as JSON or base64, if the request has
+            `return_flat_raw_output_top_logprobs`. The plugin returns base64 arrays if the request has
+            `return_logprobs_in_base64`.
+        output_ids: integers [T], the response's `output_ids`.
+        k: how many of the most likely tokens to keep at each position, 1 or more.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
+
+    Raises:
+        InvalidInputError: `k` is not an integer of 1 or more.
+        MissingCandidateSetsError: the response has no top log-probs, or none for a position.
+        WireError: a field lists fewer than `k` tokens for a position, or is malformed in any other way. The
+            message names the invalid field.
+    """
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise InvalidInputError(f"k: got {k!r}, expected an integer of 1 or more")
+    sampled = token_ids_of("output_ids", output_ids)
+    forms = ("base64", "flat_b64", "flat")
+    kinds = [kind for kind in forms if meta_info.keys() & {f"{_TOP_K}_val_{kind}", f"{_TOP_K}_idx_{kind}"}]
+    if not kinds and meta_info.get(_TOP_K) is None:
+        raise MissingCandidateSetsError(
+            _TOP_K, "the response holds no fixed-k log-probs; is top_logprobs_num in the request?"
+        )
+    if not len(sampled):
+        return CandidateSets.empty(0)
+    if kinds:
+        ids, logprobs, lengths, fields = _read_arrays(meta_info, kinds[0], len(sampled))
+    else:
+        ids, logprobs, lengths = entry_rows(_TOP_K, meta_info[_TOP_K])
+        fields = fields_of(_TOP_K, _TOP_K, _TOP_K)
+        check_count(_TOP_K, len(lengths), len(sampled))
+    check_present(fields["offsets"], lengths, "log-probs")
+    if (t := first_true(lengths < k)) is not None:
+        raise WireError(
+            fields["offsets"],
+            f"lists {lengths[t]} tokens at position {t}, expected {k} or more; is top_logprobs_num {k}?",
+        )
+    check_range(fields["token_ids"], ids, 0, "token ids from 0 on")
+    check_vocab(fields["token_ids"], ids, vocab_size)
+    offsets = offsets_of(lengths)
+    rows = rows_of(offsets)
+    with renaming_errors(fields):
+        values = as_float32("logprobs", logprobs)
+        check_distinct(ids, rows)
+        if (e := first_true(np.isnan(values))) is not None:
+            raise WireError(fields["logprobs"], f"got nan at position {rows[e]}")
+        reported = _sampled_logprobs(meta_info, sampled)
+        return _cut(ids, values, rows, offsets, k, sampled, reported, fields["logprobs"])
+
+
+def _cut(
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    rows: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    k: int,
+    sampled: NDArray[np.integer[Any]],
+    reported: NDArray[np.float32],
+    field: str,
+) -> CandidateSets:
+    """At each position, keep the k most likely listed tokens, all ties with the k-th, and the sampled token.
+
+    Listed tokens of probability 0 are dropped, except for the sampled token.
+    """
+    is_sampled = ids == sampled[rows]
+    # A listed token has the reported log-prob. An unlisted one is not more likely than any listed token.
+    listed = np.full(len(sampled), np.nan, np.float32)
+    listed[rows[is_sampled]] = logprobs[is_sampled]
+    lowest = np.minimum.reduceat(logprobs, offsets[:-1])
+    forced, own = np.isnan(listed), np.maximum(reported, LOWEST)
+    wrong = np.where(forced, own > np.maximum(lowest, LOWEST), own != np.maximum(listed, LOWEST))
+    if (t := first_true(wrong)) is not None:
+        raise WireError(
+            _TOKENS,
+            f"gives the sampled token at position {t} the log-prob {reported[t]}, which is at odds with"
+            f" {field}; they are of different tokens or distributions",
+        )
+    ends, offsets = offsets[1:][forced], offsets + offsets_of(forced)
+    ids, logprobs = np.insert(ids, ends, sampled[forced]), np.insert(logprobs, ends, reported[forced])
+    rows = rows_of(offsets)
+    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
+    kth = logprobs[offsets[:-1] + (k - 1)]
+    kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | (ids == sampled[rows])
+    sizes = np.bincount(rows[kept], minlength=len(sampled))
+    return CandidateSets(ids[kept], logprobs[kept], offsets_of(sizes), sampled)
+
+
+def _read_arrays(
+    meta_info: Mapping[str, Any], kind: str, num_tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[np.int32], dict[str, str]]:
+    """Parse top log-probs in arrays into `(token_ids [n], logprobs [n], lengths [T], fields)`.
+
+    A position without a distribution gets length -1. `fields` names the `meta_info` field of each argument of
+    `CandidateSets`.
+    """
+    values, ids = f"{_TOP_K}_val_{kind}", f"{_TOP_K}_idx_{kind}"
+    nowhere = f"{_TOP_K}_none_positions" if kind == "base64" else f"{_TOP_K}_null_prefix"
+    for key in (values, ids, _SHAPE, nowhere):
+        if key not in meta_info:
+            raise WireError(key, f"missing beside {values if key != values else ids}")
+    logprobs: NDArray[np.floating[Any]]
+    if kind == "flat":
+        logprobs, token_ids = numbers(values, meta_info[values]), integers(ids, meta_info[ids])
+    else:
+        for key, expected in ((values, "float32"), (ids, "int32")):
+            if kind == "flat_b64" and (got := meta_info.get(f"{key}_dtype")) != expected:
+                raise WireError(f"{key}_dtype", f"got {describe(got)}, expected {expected!r}")
+        logprobs = b64array(values, meta_info[values], FLOAT32)
+        token_ids = b64array(ids, meta_info[ids], INT32)
+    shape = integers(_SHAPE, meta_info[_SHAPE]).tolist()
+    if len(shape) != 2 or min(shape) < 0:
+        raise WireError(_SHAPE, f"got {str(shape)[:80]}, expected [rows, k]")
+    none = integers(nowhere, meta_info[nowhere] if kind == "base64" else [meta_info[nowhere]])
+    num_none = len(none) if kind == "base64" else int(none[0])
+    # Check the number of positions before an array of them is allocated, because it may be huge.
+    check_count(_SHAPE, shape[0] + num_none, num_tokens)
+    if kind != "base64":
+        none = np.arange(num_none, dtype=np.int32)
+    if num_none < 0 or (np.diff(none, prepend=-1, append=num_tokens) <= 0).any():
+        raise WireError(nowhere, f"expected positions below {num_tokens}, in ascending order")
+    for key, array in ((values, logprobs), (ids, token_ids)):
+        if len(array) != shape[0] * shape[1]:
+            raise WireError(
+                key, f"got {len(array)} numbers, expected {shape[0]} x {shape[1]}, as in {_SHAPE}"
+            )
+    lengths = np.full(num_tokens, shape[1], np.int32)
+    lengths[none] = -1
+    return token_ids, logprobs, lengths, fields_of(ids, values, _SHAPE)
+
+
+# -- sampling masks -----------------------------------------------------------------------------------------
+
+
+def decode_sampling_mask(
+    meta_info: Mapping[str, Any], output_ids: ArrayLike, *, vocab_size: int | None = None
+) -> CandidateSets:
+    """Convert the native sampling masks of one answer into candidate sets.
+
+    With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
+    `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
+    whole vocabulary. The decoder computes each candidate's log-prob over the whole vocabulary from `r` and
+    `logprob[s]`. `logprob_sum` is the log of the mask's total probability::
+
+        logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
+
+    The sets have no log-probs in three cases: the mode is `"selected"`, the request did not set
+    `return_logprob`, or the answer is from vLLM. In mode `"selected"`, `output_token_sampling_logprobs` holds
+    the old log-probs for importance ratios.
+
+    Args:
+        meta_info: SGLang's `meta_info`, or one of vLLM's `choices`.
+        output_ids: integers [T], the generated tokens.
+        vocab_size: if given, ids of `vocab_size` or more are errors.
+
+    Raises:
+        MissingCandidateSetsError: the response has no masks, or no mask for a position.
+        SampledTokenMissingError: the mask of a position lacks the sampled token of that position.
+        WireError: a field is malformed in any other way, or the log-probs in the fields
+            `output_token_sampling_logprobs` and `output_token_logprobs` cannot belong to one distribution.
+            `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes the log-probs in these two fields disagree at a
+            temperature other than 1. The message names the invalid field.
+
+    Example:
+        >>> choice = {"sampling_mask": [[5, 3], [7]]}  # one of vLLM's choices
+        >>> sets = decode_sampling_mask(choice, output_ids=[3, 7])
+        >>> sets.to_lists()
+        ([[3, 5], [7]], None)
+        >>> sets.has_logprobs
+        False
+    """
+    sampled = token_ids_of("output_ids", output_ids)
+    name = _MASK if _MASK in meta_info else _VLLM_MASK
+    if (masks := meta_info.get(name)) is None:
+        raise MissingCandidateSetsError(
+            name, "there is no sampling mask; is return_sampling_mask in the request, and did it end well?"
+        )
+    if not len(sampled):
+        return CandidateSets.empty(0)
+    if not isinstance(masks, list) or not all(row is None or isinstance(row, list) for row in masks):
+        raise WireError(name, "expected a list with one list of token ids (or null) per position")
+    check_count(name, len(masks), len(sampled))
+    sizes = np.fromiter((len(row or ()) for row in masks), np.int64, len(masks))
+    check_present(name, sizes, "sampling mask")
+    ids = integers(name, list(chain.from_iterable(masks)))
+    check_range(name, ids, 0, "token ids from 0 on")
+    check_vocab(name, ids, vocab_size)
+    offsets = offsets_of(sizes)
+    rows = rows_of(offsets)
+    with renaming_errors(fields_of(name, _LOGPROBS, name)):
+        check_distinct(ids, rows)
+        support = _read_support(meta_info.get(_LOGPROBS), sizes) if name == _MASK else None
+        if support is None or meta_info.get(_TOKENS) is None:
+            return CandidateSets(sorted_by_id(rows, ids), None, offsets, sampled)
+        reported = _sampled_logprobs(meta_info, sampled)
+        logprobs = _under_the_vocabulary(ids, support, rows, sampled, reported)
+        # Drop tokens whose probability rounds to 0.
+        kept = (logprobs > LOWEST) | np.isnan(logprobs) | (ids == sampled[rows])
+        ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
+        offsets = offsets_of(np.bincount(rows, minlength=len(sampled)))
+        return CandidateSets(*sorted_by_logprob(rows, ids, logprobs), offsets, sampled)
+
+
+def _under_the_vocabulary(
+    ids: NDArray[np.int32],
+    support: NDArray[np.float32],
+    rows: NDArray[np.int32],
+    sampled: NDArray[np.integer[Any]],
+    reported: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Return the whole-vocabulary log-probs of the n tokens in all masks, float32 [n].
+
+    `support` holds the log-prob of each of the n tokens, renormalized over the mask of the token's position.
+    `reported` holds each sampled token's log-prob over the whole vocabulary. At one position with sampled
+    token `s`, the result for token `i` is `support[i] + (reported - support[s])`.
+    """
+    is_sampled = ids == sampled[rows]
+    if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
+        t = int(lacking[0])
+        raise SampledTokenMissingError(
+            _MASK, f"{sampled[t]} is not among the {np.count_nonzero(rows == t)} tokens at position {t}"
+        )
+    mass = np.bincount(rows, np.exp(support.astype(np.float64)), minlength=len(sampled))
+    if (wrong := first_true(~(np.abs(mass - 1) <= MAX_LOGPROB))) is not None:
+        raise WireError(
+            _LOGPROBS, f"add up to a probability of {mass[wrong]:.4f} at position {wrong}, expected 1"
+        )
+    log_mass = reported.astype(np.float64) - support[is_sampled]
+    if (wrong := first_true(~((log_mass <= MAX_LOGPROB) & (reported > LOWEST)))) is not None:
+        raise WireError(
+            _LOGPROBS,
+            f"gives the sampled token at position {wrong} {support[is_sampled][wrong]}, and"
+            f" {_TOKENS} {reported[wrong]}, which are not of one distribution"
+            " (SGLANG_RETURN_ORIGINAL_LOGPROB?)",
+        )
+    logprobs: NDArray[np.float32] = (support + log_mass[rows]).astype(np.float32)
+    return logprobs
+
+
+def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """Return the log-probs of all tokens in the masks, float32 [n], or None if the answer lacks them.
+
+    The log-probs are renormalized over each mask. SGLang reports the log-probs of all tokens in a mask only
+    if `sampling_logprobs_mode` is "support".
+    """
+    if rows is None:
+        return None
+    if not isinstance(rows, list) or not any(isinstance(row, list) for row in rows):
+        check_count(_LOGPROBS, len(numbers(_LOGPROBS, rows)), len(sizes))
+        return None
+    check_count(_LOGPROBS, len(rows), len(sizes))
+    for t, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
+        if not isinstance(row, list) or len(row) != size:
+            got = f"{len(row)} log-probs" if isinstance(row, list) else type(row).__name__
+            raise WireError(_LOGPROBS, f"got {got} for the {size} tokens at position {t}")
+    return as_float32("logprobs", numbers(_LOGPROBS, list(chain.from_iterable(rows))))
