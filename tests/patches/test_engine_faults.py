@@ -102,17 +102,19 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     assert [type(each) for each in sets.on_host()] == [tuple, str, tuple]
 
 
-def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
+@pytest.mark.parametrize("rank", [1, VOCAB - 1], ids=["inside of the set", "outside"])
+def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor, rank: int) -> None:
+    """A token that replaced the drawn one has another log-prob than SGLang reports, even in the set."""
     sampled = logprobs.argmax(1).tolist()
-    unlikely = int(logprobs[1].argmin())
+    replaced_by = int(logprobs[1].argsort(descending=True)[rank])
     sets = generated(logprobs, sampled)
     reqs = [Req("a"), Req("b"), Req("x")]
     sets.consume(
-        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, replaced_by), commit(0, sampled[2])]
     )
     first, second, third = (problem_of(req) for req in reqs)
     assert first.startswith("no candidate set at position 0: a token became visible without passing through")
-    assert f"position 0: token {unlikely} became visible, and {sampled[1]} was drawn" in second
+    assert f"position 0: token {replaced_by} became visible, and {sampled[1]} was drawn" in second
     assert "was drawn for request c" in third
 
 
