@@ -97,10 +97,6 @@ class PackedSets:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @property
-    def num_candidates(self) -> int:
-        return len(self.ids) // 4
-
     def append(self, packed: PackedSet | None) -> None:
         """Append one position's set, or a position without a set."""
         if packed is None:
@@ -188,7 +184,7 @@ class SetBuffer:
     @property
     def num_held(self) -> int:
         """The number of candidates that are here."""
-        return self.generated.num_candidates + self.prompt.num_candidates
+        return (len(self.generated.ids) + len(self.prompt.ids)) // 4
 
     @property
     def num_candidates(self) -> int:

@@ -98,20 +98,22 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    assert [type(each) for each in sets.packed_sets()] == [tuple, str, tuple]
+    assert [type(each) for each in sets.on_host()] == [tuple, str, tuple]
 
 
-def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
+@pytest.mark.parametrize("rank", [1, VOCAB - 1], ids=["inside of the set", "outside"])
+def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor, rank: int) -> None:
+    """A token that replaced the drawn one has another log-prob than SGLang reports, even in the set."""
     sampled = logprobs.argmax(1).tolist()
-    unlikely = int(logprobs[1].argmin())
+    replaced_by = int(logprobs[1].argsort(descending=True)[rank])
     sets = generated(logprobs, sampled)
     reqs = [Req("a"), Req("b"), Req("x")]
     sets.consume(
-        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, replaced_by), commit(0, sampled[2])]
     )
     first, second, third = (problem_of(req) for req in reqs)
     assert first.startswith("no candidate set at position 0: a token became visible without passing through")
-    assert f"position 0: token {unlikely} became visible, and {sampled[1]} was drawn" in second
+    assert f"position 0: token {replaced_by} became visible, and {sampled[1]} was drawn" in second
     assert "was drawn for request c" in third
 
 
@@ -217,7 +219,7 @@ def test_a_prompt_position_without_a_token_has_no_set(
             start += count
         has_set = [row is not None for row in rows_of(req)]
         assert has_set == expected
-        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        kept = [row for row, each in zip(whole.on_host(), expected, strict=True) if each]
         assert [row for row in rows_of(req) if row is not None] == kept
 
 
@@ -393,7 +395,7 @@ class Answer:
 
 
 def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
-    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).on_host()
 
 
 def part_of(
