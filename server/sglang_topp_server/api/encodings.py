@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from sglang_topp import formats
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.transport.framing import frame_head
+from sglang_topp_client.transport.http import frame_head
 from sglang_topp_client.wire.records import to_frame, to_record
 
 __all__ = [
