@@ -38,7 +38,6 @@ _MODULES = (
     "scheduler.step",
     "scheduler.prompts",
     "scheduler.verification",
-    "scheduler.prefix_cache",
     "scheduler.pipeline",
     "disaggregation",
     _DETOKENIZER,
@@ -100,7 +99,7 @@ def new_states() -> Mapping[type[Any], Any]:
     from sglang_topp_patches.scheduler.requests import SchedulerProcess
 
     http, scheduler = HttpProcess(), SchedulerProcess()
-    return {type(each): each for each in (http, http.prefill_server, scheduler, scheduler.prefix_cache)}
+    return {type(each): each for each in (http, http.prefill_server, scheduler)}
 
 
 def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> None:

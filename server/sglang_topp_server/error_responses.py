@@ -39,7 +39,6 @@ from sglang_topp.errors import (
     ServerError,
     SglangToppError,
     TransportError,
-    WireError,
 )
 from sglang_topp_client.wire.error_json import error_to_json
 
@@ -88,12 +87,8 @@ def http_status(error: SglangToppError) -> int:
             return 400
         case MissingCandidateSetsError() | PatchError():
             return 503
-        case WireError():
-            return 502
         case RequestTimeoutError():
             return 504
-        case TransportError():
-            return 502
         case ResponseError(status=int(status)):
             return status
         case _:

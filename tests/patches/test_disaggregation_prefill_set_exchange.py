@@ -22,7 +22,7 @@ from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.requests import is_refused
-from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without
 
@@ -40,8 +40,8 @@ OBJ = SimpleNamespace(
     sampling_params={"temperature": 0.7, "max_new_tokens": 8},
 )
 INPUTS = first_token_inputs(OBJ)
-SET = pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32))
-OTHER = pack_set(np.array([4], np.int32), np.array([-1], np.float32))
+SET = np.array([TOKEN, 9], np.int32).tobytes(), np.array([LOGPROB, -2], np.float32).tobytes()
+OTHER = np.array([4], np.int32).tobytes(), np.array([-1], np.float32).tobytes()
 
 
 def sets_of(*generated: PackedSet | None, problem: Problem | None = None) -> SetBuffer:

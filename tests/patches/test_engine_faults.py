@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
@@ -21,12 +20,11 @@ from sglang_topp_patches.memory import Budget
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
-from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
-from sglang_topp_patches.scheduler.requests import SchedulerProcess, admit, is_refused
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights, admit, is_refused
 from sglang_topp_patches.scheduler.sets import extract
-from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -86,16 +84,14 @@ def prompt_extraction(
     thresholds: tuple[float, ...], counts: tuple[int, ...], held: int = 0
 ) -> PromptExtraction:
     """Begin a pass, while the scheduler holds some candidates."""
-    nums = TopLogprobsNums()
-    nums.forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
+    forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
     metadata = SimpleNamespace(
-        top_logprobs_nums=nums,
         extend_logprob_pruned_lens_cpu=counts,
         extend_input_logprob_token_ids_gpu=None,
         input_logprob_indices_cpu=range(sum(counts)),
     )
     process: Any = SimpleNamespace(candidates_in_flight=held)
-    return PromptExtraction(process, None, metadata, torch.arange(sum(counts)))
+    return PromptExtraction(process, forward_pass, None, metadata, torch.arange(sum(counts)))
 
 
 def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
@@ -141,7 +137,7 @@ def test_sampling_without_logprobs_is_told() -> None:
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -161,9 +157,7 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
         taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
     assert [(row, status) for row, (_, status) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
-    sets = PromptSets(
-        RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused
-    )
+    sets = PromptSets(RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), taken.chunks, WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     word = buffer_of(first).problem
@@ -219,7 +213,7 @@ def test_a_prompt_position_without_a_token_has_no_set(
         start = 0
         for count in counts:
             part = extract(logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count])
-            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), (part,), WEIGHTS)
+            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), [part], WEIGHTS)
             sets.consume(SimpleNamespace(reqs=[req]), [None])
             start += count
         has_set = [row is not None for row in rows_of(req)]
@@ -247,7 +241,7 @@ def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tenso
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -292,7 +286,7 @@ def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Te
 def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
     logprobs: torch.Tensor, pushed: Weights, words: str
 ) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     before, after = (
         PromptSets(RequestedRows(("a", "b"), (0.9, 0.0)), (3, 0), chunk, each) for each in (WEIGHTS, pushed)
     )
@@ -312,7 +306,7 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
 
 def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
     """The chunks before its first scored position left KV of the old weights."""
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     sets = PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, Weights(4, "8"))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -320,7 +314,7 @@ def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Te
 
 
 def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     for weights in (Weights(2, "8"), WEIGHTS):
         req.sglang_topp_weights = weights
@@ -410,7 +404,7 @@ def part_of(
     buffer = SetBuffer(first)
     for i, packed in enumerate(generated):
         buffer.append(packed, versions[i] if versions else "default")
-    for row in (*prompt, *([pack_set(np.zeros(0, np.int32), np.zeros(0, np.float32))] if prompt else ())):
+    for row in (*prompt, *([(b"", b"")] if prompt else ())):
         buffer.prompt.append(row)
     buffer.prompt_version = "7"
     return buffer
@@ -530,7 +524,7 @@ def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
 
 def test_a_prompt_position_with_nan_is_told(logprobs: torch.Tensor) -> None:
     logprobs[1, 7] = torch.nan
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, WEIGHTS).consume(
         SimpleNamespace(reqs=[req]), [None]

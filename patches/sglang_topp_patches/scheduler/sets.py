@@ -30,11 +30,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -46,13 +47,14 @@ from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.memory import budget
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.set_buffer import PackedSet, pack_set
+from sglang_topp_patches.set_buffer import PackedSet
 
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
 
 __all__ = [
     "ExtractedSets",
+    "PassSets",
     "Sets",
     "StagedSets",
     "extract",
@@ -70,6 +72,7 @@ _LEAST_ROWS = 16
 _BYTES_PER_CANDIDATE = 8
 
 _Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]
+_TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], "ExtractedSets"]
 _Extraction: TypeAlias = Callable[[slice], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -120,27 +123,28 @@ class ExtractedSets:
         token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         bounds = pairwise(self.offsets.tolist())
         packed: list[PackedSet | str] = [
-            pack_set(token_ids[low:high], logprobs[low:high]) for low, high in bounds
+            (token_ids[low:high].tobytes(), logprobs[low:high].tobytes()) for low, high in bounds
         ]
         for row, problem in self.problems.items():
             packed[row] = problem
         return packed
 
 
-@dataclass
 class _Kept:
-    """The tensors that the host needs to repeat the extraction of a pass's sets.
+    """What the host needs to read the sets of R rows, and to repeat their extraction.
 
     Attributes:
         vocab: the vocabulary's size.
         lowest: log-probs at or below this value mean a probability of 0.
         take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
-            known. None once it was needed no more: SGLang may keep a pass's results until the next pass.
+            known. None once it isn't needed, to free the log-probs: SGLang may keep a pass's results until
+            the next pass.
     """
 
-    vocab: int
-    lowest: float
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets] | None
+    def __init__(self, logprobs: Tensor, lowest: float | None, take_again: _TakeAgain) -> None:
+        self.vocab = logprobs.shape[1]
+        self.lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
+        self.take_again: _TakeAgain | None = take_again
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,40 @@ class StagedSets:
 
 Sets: TypeAlias = ExtractedSets | StagedSets
 """The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`StagedSets`)."""
+
+
+@dataclass(frozen=True)
+class PassSets(ABC):
+    """The sets of one forward pass: those of its prompt positions, or those of the tokens that it drew.
+
+    The sets are on the device first, and on the host later. The class implements SGLang's interfaces
+    `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`. Its fields may be tensors, `Sets`, or lists of them.
+    """
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> Self:
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs.
+
+        Each tensor is copied with `copy_tensor`, always in the same order.
+        """
+        return self._changed(lambda sets: sets.map(copy_tensor), copy_tensor)
+
+    def settled(self) -> Self:
+        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
+        return self._changed(lambda sets: sets.settled(), lambda tensor: tensor)
+
+    @abstractmethod
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Add the sets to the requests of `batch`."""
+
+    def _changed(self, change: Callable[[Sets], Sets], change_tensor: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [changed(each) for each in value]
+            if isinstance(value, Tensor):
+                return change_tensor(value)
+            return change(value) if isinstance(value, Sets) else value
+
+        return replace(self, **{each.name: changed(getattr(self, each.name)) for each in fields(self)})
 
 
 def extract(
@@ -332,17 +370,13 @@ def is_staged(logprobs: Tensor) -> bool:
 
     A staging area needs Triton, and also a GPU or Triton's interpreter (`TRITON_INTERPRET=1`).
     """
-    return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
+    return _has_kernels(logprobs.is_cuda)
 
 
 @cache
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_kernels(is_cuda: bool) -> bool:
+    runs = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and importlib.util.find_spec("triton") is not None
 
 
 def _stage_top_p(
@@ -371,7 +405,7 @@ def _stage_top_p(
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    return StagedSets(area, _kept(logprobs, lowest, take_again), rows, num_rows)
+    return StagedSets(area, _Kept(logprobs, lowest, take_again), rows, num_rows)
 
 
 def _stage_support(
@@ -406,16 +440,8 @@ def _stage_support(
         capacity=_capacity(num_rows),
         lowest=lowest,
     )
-    return StagedSets(area, _kept(logprobs, lowest, take_again), np.arange(num_rows), num_rows)
-
-
-def _kept(
-    logprobs: Tensor,
-    lowest: float | None,
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets],
-) -> _Kept:
-    lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
-    return _Kept(logprobs.shape[1], lowest, take_again)
+    kept = _Kept(logprobs, lowest, take_again)
+    return StagedSets(area, kept, np.arange(num_rows), num_rows)
 
 
 @cache

@@ -23,10 +23,9 @@ from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts, requests, sets, step, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.prefix_cache import Weights
-from sglang_topp_patches.scheduler.requests import SchedulerProcess
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights
 from sglang_topp_patches.scheduler.sets import ExtractedSets, extract, extract_support, staging_counts
-from sglang_topp_patches.scheduler.step import ForwardPass, PassSets, RequestedRows, TopLogprobsNums
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.set_buffer import KEY
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
@@ -187,17 +186,10 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             with monkeypatch.context() as patch:
                 patch.setattr(step, "_sampled_pass", SimpleNamespace(get=lambda: forward_pass))
                 step.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
-                # SGLang reads only its own tensors there.
-                step.compute_logprobs(
-                    lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
-                    None,
-                    there,
-                    [0] * 4,
-                    [None] * 4,
-                    drawn,
-                )
+                step.compute_logprobs(None, there, [0] * 4, [None] * 4, drawn)
+            there.clamp_(min=torch.finfo(torch.float32).min)  # as SGLang does
             assert forward_pass.generated is not None
-            output = PassSets((forward_pass.generated,)).copy_to_host(on_host)
+            output = forward_pass.generated.copy_to_host(on_host)
         # The next step of a CUDA graph overwrites the weights.
         weights_there.zero_()
         reqs = [request(rid) for rid in "abcd"]
