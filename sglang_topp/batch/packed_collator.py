@@ -237,8 +237,8 @@ class PackedCollator:
             first[members] = row * shape[1] + starts
         is_token = write_ones(first, lengths, shape, np.bool_)
         # Samples cover nearly all columns, so write the padding only to the others.
-        sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        sequences[~is_token], position_ids[~is_token] = self.pad_token_id, 0
+        sequences, position_ids, is_padding = np.empty(shape, np.int64), np.empty(shape, np.int64), ~is_token
+        sequences[is_padding], position_ids[is_padding] = self.pad_token_id, 0
         count = np.arange(lengths.max())
         write_rows("position_ids", [count[:length] for length in lengths.tolist()], first, position_ids)
         attention_mask = is_token.astype(np.int64)

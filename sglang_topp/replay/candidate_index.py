@@ -156,17 +156,8 @@ class Segments:
     """int64 [m]: the row that each entry reads."""
     offsets: Tensor
     """int64 [S + 1]."""
-    rows: Tensor | None = None
-    """int64 [S]: the row that each segment is added to, or None if it is `s`."""
-
-    @property
-    def out_rows(self) -> Tensor:
-        """int64 [S]: the row that each segment is added to."""
-        return (
-            torch.arange(len(self.offsets) - 1, device=self.offsets.device)
-            if self.rows is None
-            else self.rows
-        )
+    out_rows: Tensor | None = None
+    """int64 [S], ascending: the row that each segment is added to, or None if it is row `s`."""
 
     @functools.cached_property
     def plans(self) -> dict[int, Any]:

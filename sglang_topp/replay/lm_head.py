@@ -211,28 +211,26 @@ class WeightGradSink:
         where, ops = self._where, self._ops
         if isinstance(where, Tensor):
             self._check_still_there()
-        if gathered is not None and (total is not None or isinstance(where, Tensor)):
-            entries, grad_m = gathered
-            ops.segment_add(where if total is None else total, hidden, entries.by_distinct_id, grad_m)
+        out = where if isinstance(where, Tensor) and total is None else total
+        if gathered is not None and out is not None:
+            ops.segment_add(out, hidden, gathered[0].by_distinct_id, gathered[1])
         if isinstance(where, Tensor):
             if total is not None:
                 where.add_(total)
             return self._for_megatron()
-        if total is not None:
-            if where == "dense":
-                return total.to(self._dtype)
-            assert self.index is not None
+        ids, rows = None, total
+        if rows is None and gathered is not None:
+            entries, grad_m = gathered
+            segments = entries.by_id if where == "dense" else entries.by_distinct_id
+            rows = ops.segment_sum(hidden, segments, grad_m, out_dtype=self._dtype)
+            ids = segments.out_rows
+        elif rows is not None and where == "sparse" and self.index is not None:
             ids = self.index.occurring_ids
-            return _coo(ids, total.index_select(0, ids).to(self._dtype), self._shape)
-        if gathered is None:
-            return None
-        entries, grad_m = gathered
-        segments = entries.by_id if where == "dense" else entries.by_distinct_id
-        rows: Tensor = ops.segment_sum(hidden, segments, grad_m, out_dtype=self._dtype)
-        if where == "dense":
-            return rows
-        num_ids = len(torch.unique_consecutive(segments.out_rows))
-        return _coo(segments.out_rows[:num_ids], rows[:num_ids], self._shape)
+            rows = rows.index_select(0, ids)
+        if rows is None or ids is None:
+            return None if rows is None else rows.to(self._dtype)
+        ids = torch.unique_consecutive(ids)  # on a GPU, empty segments repeat the last id
+        return _coo(ids, rows[: len(ids)].to(self._dtype), self._shape)
 
     def _check_still_there(self) -> None:
         if self._is_grad and not _is_its_grad(self._where, self._leaf):
