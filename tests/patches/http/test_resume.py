@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     NON_RESUMABLE_PARAMS,
@@ -25,7 +26,6 @@ from sglang_topp_patches.http import resume
 from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import skip_without
 
