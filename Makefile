@@ -39,7 +39,7 @@ docs: setup
 
 # Draws the documentation's pictures. .ci/browser installs the Chromium that takes the screenshots.
 pictures: setup
-	$(BIN)/python docs/pictures/make_pictures.py
+	$(BIN)/python -m docs.pictures.make_pictures
 
 # The wheel and the source distribution in dist/, without a network. The tests install the wheel.
 dist: setup

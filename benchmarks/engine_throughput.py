@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.paired_timing import compare, compare_counts
-from sglang_topp_server.cli.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from tests.engine.start_servers import run_engine
 
 REQUESTS = 32

@@ -27,7 +27,7 @@ import httpx
 import torch
 
 from benchmarks.harness.paired_timing import compare
-from sglang_topp_server.cli.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from tests.engine.start_servers import Engine, run_engine
 from tests.speculative import chain_draft_worker
 

@@ -22,8 +22,8 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
 from benchmarks.replay import make_sets
+from examples.tiny_model import make_tiny_model
 from sglang_topp_integrations.trl import ReplayMixin
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 __all__ = ["run", "step"]
 

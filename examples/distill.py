@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 import torch
 from rollout_loop import serve
+from tiny_model import make_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -34,7 +35,6 @@ from transformers.utils.logging import disable_progress_bar
 from sglang_topp.batch import RLBatch, collate_rollouts
 from sglang_topp.replay import distillation_loss
 from sglang_topp_client import RolloutClient
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 GROUP = 8  # samples per prompt

@@ -30,12 +30,12 @@ import ray
 import torch
 from ray.exceptions import ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tiny_model import make_tiny_model
 from train import loss_sum
 from transformers import AutoModelForCausalLM
 
 from sglang_topp.batch import collate_rollouts
 from sglang_topp_client import AsyncRolloutClient, Rollout, save_rollouts
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 TINY_ENGINE = ["--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]
 TINY_ENGINE += ["--sleep-on-idle"]  # without this option, an idle engine takes a core from the others

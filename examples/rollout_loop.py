@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import to_frame
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 OFF = 0.1  # the output calls a ratio "off" if it differs from 1 by more than this value

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 
 import numpy as np
 from rollout_loop import serve
+from tiny_model import make_tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sglang_topp.batch import collate_rollouts
 from sglang_topp_client import Rollout, RolloutClient
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Count your letters.", "Write three words."]
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "n": 2}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rollout_loop import serve
+from tiny_model import make_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -30,7 +31,6 @@ from sglang_topp.replay import (
     score,
 )
 from sglang_topp_client import RolloutClient
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
 GROUP = 8  # the number of samples per prompt

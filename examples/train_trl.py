@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from rollout_loop import PROMPTS, TOLERANCE, serve
+from tiny_model import make_tiny_model
 
 from sglang_topp_client import RolloutClient
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 
 def train(model_path: Path, rollout_url: str, engine_url: str, *, steps: int) -> list[dict[str, float]]:

@@ -24,11 +24,11 @@ from playwright.sync_api import sync_playwright
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import score
 from sglang_topp_client import Rollout, add_trainer_columns, plots, save_rollouts
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from sglang_topp_server.view.build_page import page_of_file
 from sglang_topp_server.view.token_text import TokenTexts
 

@@ -43,7 +43,7 @@ def test_pictures_are_small_and_shown(picture: Path) -> None:
 
 def test_the_script_draws_the_pictures_that_are_committed(tmp_path: Path) -> None:
     """Names only: another version of matplotlib or Chromium draws other bytes."""
-    command = [sys.executable, str(DOCS / "pictures" / "make_pictures.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "docs.pictures.make_pictures", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     by_example = {"training-bias.png"}  # `python examples/bias.py --plot` trains for it

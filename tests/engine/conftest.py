@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_topp_server.cli.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from tests.engine.pushed_weights import make_weights
 from tests.engine.start_servers import Engine, run_engine
 

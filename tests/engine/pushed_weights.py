@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp import CandidateSets
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.start_servers import Engine
 from tests.engine.transformers_reference import is_robust, nucleus, reference_logprobs

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_topp_server.cli.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_engine
 

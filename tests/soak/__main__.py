@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from sglang_topp_server.cli.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from tests.cpu_platform import request_cpu_platform
 from tests.engine.pushed_weights import make_weights
 from tests.soak import hostile_load, mixed_load, process_kills, two_servers_killed

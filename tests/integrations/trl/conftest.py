@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.releases import Feature
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.engine.start_servers import Engine, run_engine
 from tests.skip_missing_features import skip_without
 

@@ -31,7 +31,7 @@ Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from sglang_topp_server.cli.tiny_model import make_tiny_model
+    from examples.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("verl") / "model", vocab_size=512)
 

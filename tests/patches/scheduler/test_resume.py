@@ -12,6 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     NON_RESUMABLE_PARAMS,
@@ -21,7 +22,6 @@ from sglang_topp.engine_contract import (
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import resume
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 from tests.skip_missing_features import skip_without
 
 skip_without(Feature.RESUMED)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp_client import load_rollouts
 from sglang_topp_server.cli import main
-from sglang_topp_server.cli.tiny_model import make_tiny_model
 
 COMMAND = [sys.executable, "-m", "sglang_topp_server.cli.main", "generate"]
 

@@ -1,10 +1,13 @@
 """Create a small random Qwen2 model and its tokenizer on disk, for demos and tests without downloads.
 
+    python examples/tiny_model.py FOLDER
+
 The model's text is meaningless, but its next-token distributions look like those of a real model.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 __all__ = ["make_tiny_model"]
@@ -72,3 +75,7 @@ def make_tiny_model(
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
     return path
+
+
+if __name__ == "__main__":
+    make_tiny_model(sys.argv[1])
