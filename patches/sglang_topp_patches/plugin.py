@@ -26,14 +26,10 @@ _DETOKENIZER = "memory"
 _MODULES = (
     "http.process_state",
     "http.request_fields",
-    "http.offline_engine",
-    "http.openai",
-    "http.sets_in_meta_info",
-    "http.request_check_middleware_before_0_5_22",
-    "http.route_policy",
-    "http.prompt_token_ids_0_5_12",
+    "http.answer",
+    "http.guard",
     "scheduler.requests",
-    "http.resume",
+    "scheduler.resume",
     "scheduler.host_copy_before_0_5_19",
     "scheduler.step",
     "scheduler.prompts",
@@ -41,7 +37,7 @@ _MODULES = (
     "scheduler.pipeline",
     "disaggregation",
     _DETOKENIZER,
-    "internals",
+    "releases",
 )
 
 _APP_PATH = "SGLANG_HTTP_SERVER_APP_PATH"

@@ -26,7 +26,6 @@ from sglang_topp_patches.memory import trimmer
 __all__ = [
     "KEY",
     "NO_SET",
-    "SETS",
     "PackedSet",
     "PackedSets",
     "Positions",
@@ -36,11 +35,6 @@ __all__ = [
 
 KEY = "sglang_topp"
 """The key of `customized_info` under which a request has its `SetBuffer`."""
-
-SETS = "sglang_topp_sets"
-"""The key of `meta_info` for the sets and tokens of a request to an OpenAI route.
-
-The value of this `meta_info` key is None if the request did not ask for sets."""
 
 _LARGE = LARGE_BYTES // 8
 """How many candidates take `LARGE_BYTES`."""
@@ -102,10 +96,6 @@ class PackedSets:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-    @property
-    def num_candidates(self) -> int:
-        return len(self.ids) // 4
 
     def append(self, packed: PackedSet | None) -> None:
         """Append one position's set, or a position without a set."""
@@ -194,7 +184,7 @@ class SetBuffer:
     @property
     def num_held(self) -> int:
         """The number of candidates that are here."""
-        return self.generated.num_candidates + self.prompt.num_candidates
+        return (len(self.generated.ids) + len(self.prompt.ids)) // 4
 
     @property
     def num_candidates(self) -> int:

@@ -77,7 +77,9 @@ def as_sglang_topp_error(error: BaseException) -> SglangToppError:
     """Return an SglangToppError unchanged, and any other exception as a ServerError with status 500."""
     if isinstance(error, SglangToppError):
         return error
-    return ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
+    failed = ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
+    failed.__cause__ = error
+    return failed
 
 
 def http_status(error: SglangToppError) -> int:

@@ -214,9 +214,9 @@ def _find_support(
 ) -> tuple[Tensor, _Write]:
     logprobs_RV, lowest = _prepared(logprobs_RV, lowest)
     ids_RW = None if token_ids_RW is None else token_ids_RW.int().contiguous()
-    drawn = (logprobs_RV, is_drawn_RW.contiguous(), ids_RW, sampled_R)
-    rows_R3 = sampler_support_triton.count(*drawn, lowest)
-    return rows_R3, partial(sampler_support_triton.compact, *drawn, rows_R3)
+    drawn = sampler_support_triton.Drawn(logprobs_RV, is_drawn_RW.contiguous(), ids_RW, sampled_R)
+    rows_R3 = sampler_support_triton.count(drawn, lowest)
+    return rows_R3, partial(sampler_support_triton.compact, drawn, rows_R3)
 
 
 def _prepared(logprobs_BV: Tensor, lowest: float | None) -> tuple[Tensor, float]:

@@ -5,13 +5,12 @@ with a weight above 0. Each Triton program reads a tile of a row's weights. The 
 row's set size, error, and next free place, which they update by atomic operations.
 
 Shape legend: R rows, V ids in the vocabulary, W sampling weights per row, C candidates that the output has
-room for. Without the argument `token_ids_RW`, every id of the vocabulary has a weight, and W is V. With
-`token_ids_RW`, only the ids in `token_ids_RW` have weights, so W may be less than V.
+room for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +26,7 @@ from sglang_topp.nucleus.argument_checks import (
 )
 from sglang_topp.nucleus.top_p_triton import error, kernel
 
-__all__ = ["compact", "count"]
+__all__ = ["Drawn", "compact", "count"]
 
 _TILE = 4096
 _WARPS = 8
@@ -36,65 +35,58 @@ _NOT_LOGPROBS, _SAMPLED_OUT_OF_RANGE = tl.constexpr(NOT_LOGPROBS), tl.constexpr(
 _ZERO_PROBABILITY, _TOKEN_OUT_OF_RANGE = tl.constexpr(ZERO_PROBABILITY), tl.constexpr(TOKEN_OUT_OF_RANGE)
 
 
-def count(
-    logprobs_RV: Tensor, is_drawn_RW: Tensor, token_ids_RW: Tensor | None, sampled_R: Tensor, lowest: float
-) -> Tensor:
+class Drawn(NamedTuple):
+    """What a sampler could draw in each row, on a GPU.
+
+    Attributes:
+        logprobs: floats [R, V], contiguous along a row.
+        is_drawn: bool [R, W], contiguous, True where the sampler's weight of a token is above 0.
+        token_ids: int32 [R, W], contiguous, the token id of each element of `is_drawn`. None means that W is
+            V, and that column `i` belongs to token id `i`.
+        sampled_ids: int64 [R], the sampled token id of each row.
+    """
+
+    logprobs: Tensor
+    is_drawn: Tensor
+    token_ids: Tensor | None
+    sampled_ids: Tensor
+
+
+def count(drawn: Drawn, lowest: float) -> Tensor:
     """Return int64 [R, 3], as in `gpu_extraction.StagingArea`, with the set sizes and the errors.
 
-    Args:
-        logprobs_RV: floats on a GPU, contiguous along a row.
-        is_drawn_RW: bool, contiguous, True where the sampler's weight of a token is above 0.
-        token_ids_RW: int32, contiguous, the token id of each element of `is_drawn_RW`. None means that W is
-            V, and that column `i` belongs to token id `i`.
-        sampled_R: int64, the sampled token id of each row.
-        lowest: log-probs at or below this value stand for probability 0.
+    Log-probs at or below `lowest` stand for probability 0.
     """
-    rows_R3 = torch.zeros((len(sampled_R), 3), dtype=torch.int64, device=logprobs_RV.device)
-    drawn = (logprobs_RV, is_drawn_RW, token_ids_RW, sampled_R)
-    _launch(_count_kernel, *drawn, rows_R3, logprobs_RV.shape[1], lowest)
+    logprobs = drawn.logprobs
+    rows_R3 = torch.zeros((len(logprobs), 3), dtype=torch.int64, device=logprobs.device)
+    _launch(_count_kernel, drawn, rows_R3, logprobs.shape[1], lowest)
     return rows_R3
 
 
-def compact(
-    logprobs_RV: Tensor,
-    is_drawn_RW: Tensor,
-    token_ids_RW: Tensor | None,
-    sampled_R: Tensor,
-    rows_R3: Tensor,
-    entries_2C: Tensor,
-) -> None:
+def compact(drawn: Drawn, rows_R3: Tensor, entries_2C: Tensor) -> None:
     """Write each row's candidate set to `entries_2C`, in any order.
 
     Args:
-        logprobs_RV, is_drawn_RW, token_ids_RW, sampled_R: as passed to `count`.
         rows_R3: the result of `count`, after `top_p_triton.place`. The function adds the set sizes to the
             start indices that are not -1.
         entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
             float32 log-probs.
     """
-    drawn = (logprobs_RV, is_drawn_RW, token_ids_RW, sampled_R)
-    _launch(_compact_kernel, *drawn, rows_R3, entries_2C, entries_2C.shape[1])
+    _launch(_compact_kernel, drawn, rows_R3, entries_2C, entries_2C.shape[1])
 
 
-def _launch(
-    function: Any,
-    logprobs_RV: Tensor,
-    is_drawn_RW: Tensor,
-    token_ids_RW: Tensor | None,
-    sampled_R: Tensor,
-    rows_R3: Tensor,
-    *others: Tensor | float,
-) -> None:
-    num_rows, width = is_drawn_RW.shape
+def _launch(function: Any, drawn: Drawn, rows_R3: Tensor, *others: Tensor | float) -> None:
+    logprobs, is_drawn, token_ids, sampled_ids = drawn
+    num_rows, width = is_drawn.shape
     if num_rows:
         function[(num_rows, triton.cdiv(width + 1, _TILE))](
-            logprobs_RV,
-            is_drawn_RW.view(torch.uint8),
-            token_ids_RW,
-            sampled_R,
+            logprobs,
+            is_drawn.view(torch.uint8),
+            token_ids,
+            sampled_ids,
             rows_R3,
             width,
-            logprobs_RV.stride(0),
+            logprobs.stride(0),
             *others,
             TILE=_TILE,
             num_warps=_WARPS,

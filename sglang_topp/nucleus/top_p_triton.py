@@ -53,11 +53,11 @@ __all__ = ["UNIT_BITS", "Cuts", "compact", "error", "find_cuts", "kernel", "plac
 UNIT_BITS = 46
 """The kernels sum probabilities in units of 2^-46."""
 _BLOCK = 64
-_MAX_BLOCKS = 1 << 12  # per row; a vocabulary of more than 2^18 ids gets larger blocks
+_MAX_BLOCKS = tl.constexpr(1 << 12)  # per row; a vocabulary of more than 2^18 ids gets larger blocks
 _FEW_BLOCKS = 64
 _LANES = 256
-_DEPTH = 8  # values per lane that are loaded at once
-_PIVOTS = 8
+_DEPTH = tl.constexpr(8)  # values per lane that are loaded at once
+_PIVOTS = tl.constexpr(8)
 _WARPS = 8
 _UNIT_BITS, _HIGHEST = tl.constexpr(UNIT_BITS), tl.constexpr(MAX_LOGPROB)
 _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.constexpr(NOT_LOGPROBS)
@@ -103,14 +103,14 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
         lowest: log-probs at or below this value stand for probability 0.
     """
     num_rows, vocab = logprobs_BV.shape
-    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_BLOCKS)))
+    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_BLOCKS.value)))
     num_blocks = triton.cdiv(vocab, block)
     maxima_BN = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logprobs_BV.device)
     cuts_BK = torch.empty((num_rows, 2 + num_blocks), dtype=torch.int32, device=logprobs_BV.device)
     rows_B3 = torch.zeros((num_rows, 3), dtype=torch.int64, device=logprobs_BV.device)
     if not num_rows:
         return Cuts(rows_B3, cuts_BK, block)
-    blocks_at_once = max(1, _LANES * _DEPTH // block)
+    blocks_at_once = max(1, _LANES * _DEPTH.value // block)
     _maxima_kernel[(num_rows, triton.cdiv(num_blocks, blocks_at_once))](
         logprobs_BV,
         limits_B,
@@ -135,10 +135,7 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
         int(sort_key_descending(torch.tensor(lowest, dtype=torch.float32))),
         _FEW_BLOCKS,
         BLOCK=block,
-        MAX_BLOCKS=_MAX_BLOCKS,
         LANES=_LANES,
-        DEPTH=_DEPTH,
-        PIVOTS=_PIVOTS,
         num_warps=_WARPS,
     )
     return Cuts(rows_B3, cuts_BK, block)
@@ -178,7 +175,7 @@ def compact(logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, entries_2
             logprobs_BV.stride(0),
             entries_2C.shape[1],
             BLOCK=cuts.block,
-            TILE=_LANES * _DEPTH,
+            TILE=_LANES * _DEPTH.value,
             num_warps=_WARPS,
         )
 
@@ -235,8 +232,6 @@ def _search(
     IS_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr,
 ):
     """Narrow the interval of sort keys from `low` to `high - 1` around the cutoff.
 
@@ -257,14 +252,14 @@ def _search(
     below_high = tl.full((), 0, tl.int32)
     is_short = low <= high
     is_open = low < high
-    pivot = tl.arange(0, PIVOTS)
-    lane = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    pivot = tl.arange(0, _PIVOTS)
+    lane = tl.arange(0, _DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     while is_open:
-        step = (high - low + (PIVOTS - 1)) // PIVOTS
+        step = (high - low + (_PIVOTS - 1)) // _PIVOTS
         keys_P = tl.minimum(low + step * (pivot + 1).to(tl.int64), high).to(tl.int32)
-        masses_PL = tl.zeros((PIVOTS, LANES), tl.int64)
-        counts_PL = tl.zeros((PIVOTS, LANES), tl.int32)
-        for start in range(0, num_values, DEPTH * LANES):
+        masses_PL = tl.zeros((_PIVOTS, LANES), tl.int64)
+        counts_PL = tl.zeros((_PIVOTS, LANES), tl.int32)
+        for start in range(0, num_values, _DEPTH * LANES):
             at = start + lane
             if IS_COUNT:
                 values = tl.load(values_ptr + at, mask=at < num_values, other=float("-inf"))
@@ -280,9 +275,9 @@ def _search(
         else:
             is_passed = tl.sum(tl.minimum(masses_PL, (1 << 62) // LANES), 1) < limit
         num_passed = tl.sum(is_passed.to(tl.int32), 0)
-        is_short = num_passed == PIVOTS
+        is_short = num_passed == _PIVOTS
         below_low = tl.sum(tl.where(pivot == num_passed - 1, counts_P, 0), 0)
-        below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, PIVOTS - 1), counts_P, 0), 0)
+        below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, _PIVOTS - 1), counts_P, 0), 0)
         high = tl.minimum(low + step * (num_passed + 1).to(tl.int64), high)
         low = tl.minimum(low + step * num_passed.to(tl.int64), high)
         is_open = (below_high - below_low > 1) & (high - low > 1)
@@ -329,10 +324,7 @@ def _cut_kernel(
     lowest_key,
     few_blocks,
     BLOCK: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(limits_ptr + row)
@@ -349,7 +341,7 @@ def _cut_kernel(
             tl.store(rows_ptr + 2, error(_SAMPLED_OUT_OF_RANGE, sampled))
             return
 
-    block = tl.arange(0, MAX_BLOCKS)
+    block = tl.arange(0, _MAX_BLOCKS)
     maxima = tl.load(maxima_ptr + block, mask=block < num_blocks, other=float("-inf"))
     is_nan = maxima != maxima
     highest = tl.max(tl.where(is_nan, float("-inf"), maxima), 0)
@@ -378,8 +370,6 @@ def _cut_kernel(
             True,
             BLOCK,
             LANES,
-            DEPTH,
-            PIVOTS,
         )
         maxima = tl.load(maxima_ptr + block, mask=block < num_blocks, other=float("-inf"))  # frees registers
         is_active = _sort_key_descending(maxima) < bound
@@ -398,8 +388,6 @@ def _cut_kernel(
             False,
             BLOCK,
             LANES,
-            DEPTH,
-            PIVOTS,
         )
         is_short &= bound < lowest_key
         most *= 8

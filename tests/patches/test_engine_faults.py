@@ -13,11 +13,10 @@ import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http.process_state import CallEndedError
-from sglang_topp_patches.internals import Sglang0514
+from sglang_topp_patches.http import answer as answers
+from sglang_topp_patches.http.process_state import Call, CallEndedError, current_call
 from sglang_topp_patches.memory import Budget
-from sglang_topp_patches.releases import Feature
+from sglang_topp_patches.releases import Feature, Sglang0514
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
@@ -99,20 +98,22 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    assert [type(each) for each in sets.packed_sets()] == [tuple, str, tuple]
+    assert [type(each) for each in sets.on_host()] == [tuple, str, tuple]
 
 
-def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
+@pytest.mark.parametrize("rank", [1, VOCAB - 1], ids=["inside of the set", "outside"])
+def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor, rank: int) -> None:
+    """A token that replaced the drawn one has another log-prob than SGLang reports, even in the set."""
     sampled = logprobs.argmax(1).tolist()
-    unlikely = int(logprobs[1].argmin())
+    replaced_by = int(logprobs[1].argsort(descending=True)[rank])
     sets = generated(logprobs, sampled)
     reqs = [Req("a"), Req("b"), Req("x")]
     sets.consume(
-        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, replaced_by), commit(0, sampled[2])]
     )
     first, second, third = (problem_of(req) for req in reqs)
     assert first.startswith("no candidate set at position 0: a token became visible without passing through")
-    assert f"position 0: token {unlikely} became visible, and {sampled[1]} was drawn" in second
+    assert f"position 0: token {replaced_by} became visible, and {sampled[1]} was drawn" in second
     assert "was drawn for request c" in third
 
 
@@ -218,7 +219,7 @@ def test_a_prompt_position_without_a_token_has_no_set(
             start += count
         has_set = [row is not None for row in rows_of(req)]
         assert has_set == expected
-        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        kept = [row for row, each in zip(whole.on_host(), expected, strict=True) if each]
         assert [row for row in rows_of(req) if row is not None] == kept
 
 
@@ -351,6 +352,7 @@ class Answer:
             last_output_offset=0,
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
+        self.manager.rid_to_state = {"a": self.state}
         self.meta_info: dict[str, Any] = {
             "id": "a",
             "finish_reason": {"type": "length"},
@@ -368,9 +370,9 @@ class Answer:
     def send_on(self, slices: list[SetBuffer], finished: bool = True) -> dict[str, Any]:
         info = {"other": [[1]], KEY: [pickle.loads(pickle.dumps(slices))]}
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
-        sets_in_meta_info.receive_sets(self.manager, recv_obj)
+        answers.receive_sets(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
-        sets_in_meta_info.write_meta_info(
+        answers.write_meta_info(
             self.process, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
@@ -381,20 +383,19 @@ class Answer:
         return asyncio.run(self._send(out))["meta_info"]
 
     async def _send(self, out: dict[str, Any]) -> dict[str, Any]:
-        async def chunks(self: Any, *, obj: Any, state: Any, request: Any) -> AsyncGenerator[Any, None]:
+        async def chunks(self: Any, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
             yield out
 
-        (sent,) = [
-            each
-            async for each in sets_in_meta_info.write_sets(
-                self.process, chunks, self.manager, obj=self.state.obj, state=self.state
-            )
-        ]
+        answer = answers.write_sets(self.process, chunks, self.manager, self.state.obj)
+        try:
+            (sent,) = [each async for each in answer]
+        except HTTPException:  # SGLang does not yield such an answer
+            return out
         return sent
 
 
 def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
-    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).on_host()
 
 
 def part_of(
@@ -457,8 +458,8 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     """Those that arrive before the answer begins and after, and not those that come too late."""
     sampled, counts = logprobs.argmax(1).tolist(), []
     process = http_process(limit=1)
-    call = route_policy.Call()
-    token = route_policy.current_call.set(call)
+    call = Call()
+    token = current_call.set(call)
     answer = Answer(sampled)
     answer.state.obj.stream, answer.state.output_ids = True, list(sampled)
     answer.process = process
@@ -479,7 +480,7 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     answer.receive(sets_of(logprobs, sampled), finished=False)
     assert process.in_flight.total == 0
     process.check_room(is_streamed=False)
-    route_policy.current_call.reset(token)
+    current_call.reset(token)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from sglang_topp_patches.hooks import around, before
-from sglang_topp_patches.internals import take
-from sglang_topp_patches.releases import internals
+from sglang_topp_patches.releases import internals, take
 
 __all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
 

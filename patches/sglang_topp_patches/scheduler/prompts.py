@@ -350,7 +350,7 @@ class PromptSets(PassSets):
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `SetBuffer`."""
-        packed = [each for chunk in self.chunks for each in chunk.on_host().packed_sets()]
+        packed = [each for chunk in self.chunks for each in chunk.on_host()]
         start = 0
         for row, (req, count) in enumerate(zip(batch.reqs, self.counts, strict=False)):
             own = packed[start : start + count]

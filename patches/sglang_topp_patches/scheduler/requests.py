@@ -38,7 +38,7 @@ import torch
 from sglang_topp.engine_contract import INTERNAL_PARAMS, RESUMED, find_resume_problem
 from sglang_topp_patches.capabilities import Capabilities, nucleus_problem, request_problem
 from sglang_topp_patches.hooks import Seam, after, around, before
-from sglang_topp_patches.memory import LIST_FORM_COST, budget, per_sample_refusal
+from sglang_topp_patches.memory import LIST_FORM_COST, budget, sample_refusal
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import (
     DISTRIBUTION,
@@ -51,6 +51,7 @@ from sglang_topp_patches.request import (
     attach,
     sets_request,
 )
+from sglang_topp_patches.scheduler.resume import resumable_req
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 
 __all__ = [
@@ -91,12 +92,7 @@ _KEYED_CACHES = frozenset(
 _OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATER_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
-_PUSHES = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
+_PUSHES = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
 _WEIGHTS = "sglang_topp_weights"
 _EXTRA_KEY = "sglang_topp_extra_key"
 
@@ -188,9 +184,7 @@ class SchedulerProcess:
         if tree_cache is None or not scores_prompt(req):
             return
         setattr(req, _WEIGHTS, self.current_weights())
-        if not hasattr(req, _EXTRA_KEY):
-            setattr(req, _EXTRA_KEY, req.extra_key)
-        given = getattr(req, _EXTRA_KEY)
+        given = vars(req).setdefault(_EXTRA_KEY, req.extra_key)
         req.extra_key = (
             given if self.has_only_current_weights else f"{given or ''}|{self._secret} {self.pushes}"
         )
@@ -214,6 +208,8 @@ def receive(
         sampling_params = copy.copy(sampling_params)
         sampling_params.custom_params = carried.custom_params
         attach(self, carried.request)
+        if carried.request.resumed_tokens is not None:
+            self.__class__ = resumable_req()
     original(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, **kwargs)
 
 
@@ -364,8 +360,9 @@ def add_sets(req: Any, output_index: int, found: Sequence[PackedSet | str], weig
 def refuse_too_many(req: Any) -> None:
     """Refuse a request that has too many candidates for one sample."""
     buffer = buffer_of(req)
-    cost = 1 if sets_request(req).is_base64 else LIST_FORM_COST
-    if problem := per_sample_refusal(budget(), buffer.num_candidates * cost, buffer.num_positions):
+    candidates = buffer.num_candidates * (1 if sets_request(req).is_base64 else LIST_FORM_COST)
+    if candidates > budget().max_candidates_per_sample:
+        problem = sample_refusal(budget(), candidates, buffer.num_positions)
         refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 

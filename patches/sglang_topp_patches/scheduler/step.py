@@ -384,14 +384,13 @@ class GeneratedSets(PassSets):
         """
         rows, width = self.rows, self.width
         slotted = range(len(rows.request_ids)) if self.slotted is None else self.slotted
-        first_slots = {row: place * width for place, row in enumerate(slotted)}
-        found: dict[int, PackedSet | str] = {}
-        if self.sets is not None:
-            found.update(enumerate(self.sets.on_host().packed_sets()))
+        first_slots = dict(zip(slotted, range(0, len(slotted) * width, width), strict=True))
+        tokens, lens, is_inside = map(_listed, (self.token_ids, self.accept_lens, self.is_inside))
+        found: list[PackedSet | str] = [""] * len(tokens) if self.sets is None else self.sets.on_host()
         if self.drawn is not None:
             slots = (first_slots[row] + i for row in rows.drawn for i in range(width))
-            found.update(zip(slots, self.drawn.on_host().packed_sets(), strict=True))
-        tokens, lens, is_inside = map(_listed, (self.token_ids, self.accept_lens, self.is_inside))
+            for slot, packed in zip(slots, self.drawn.on_host(), strict=True):
+                found[slot] = packed
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is None or row not in rows.asking or is_refused(req):
                 continue

@@ -189,13 +189,15 @@ class EngineClient:
 
     def _note_failure(self, error: Exception) -> SglangToppError:
         """Probe the engine again if the error casts doubt on it, and return the error for the caller."""
+        if not isinstance(error, SglangToppError):
+            return as_sglang_topp_error(error)
         if isinstance(error, MissingCandidateSetsError):
             # The engine may have restarted without the plugin since the last probe.
             self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
             self._has_been_ready = False
         if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
             self._probe_now.set()
-        return from_engine_error(as_sglang_topp_error(error))
+        return from_engine_error(error)
 
     async def abort(self, request_id: str | None) -> int | None:
         """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.
