@@ -173,6 +173,7 @@ def check_rollout(rollout: Rollout) -> None:
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
     plain = {field.name: getattr(rollout, field.name) for field in _PLAIN}
+    plain = {name: one.item() if isinstance(one, np.generic) else one for name, one in plain.items()}
     try:
         convert(plain, _PLAIN_TYPES, field="rollout")
     except WireError as error:

@@ -165,6 +165,13 @@ def test_a_value_that_no_column_can_hold_is_named(fakes, changes, message):
         check_rollout(replace(fakes.sample([5], 0), **changes))
 
 
+def test_numbers_of_numpy_are_stored(fakes):
+    made = replace(fakes.sample([5], 0), prompt_index=np.int64(3), top_logprobs_p=np.float64(0.5))
+    check_rollout(made)
+    (back,) = to_rollouts(to_batch([made]))
+    assert (back.prompt_index, back.top_logprobs_p) == (3, 0.5)
+
+
 def test_only_rollouts_are_rows():
     with pytest.raises(InvalidInputError, match="got dict, expected a Rollout"):
         check_rollout({})
