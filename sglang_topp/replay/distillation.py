@@ -120,8 +120,7 @@ def distillation_loss(
             set, on all ranks, except the ids of the head's padding rows.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `score`.
-        weight_grad, backend: as in `score`. With mode "tail", `weight_grad` is "dense" or a buffer, because
-            every id has a gradient.
+        weight_grad, backend: as in `score`.
 
     Returns:
         The `DistillationLoss` of the T positions, on the inputs' device.
@@ -146,7 +145,6 @@ def distillation_loss(
         chunk_rows=chunk_rows,
         weight_grad=weight_grad,
         backend=backend,
-        needs_all=has_tail,
     )
     num_positions, device = len(hidden), hidden.device
     if len(teacher_sets) != num_positions:

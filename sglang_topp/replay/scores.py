@@ -140,7 +140,7 @@ def score(
             the same sets again (policy, reference, PPO epochs), pass `sets.to_torch(device)` each time: the
             first call checks and indexes them. On a GPU, later calls and their backward passes do not wait
             for the device, and so return NaN at a position with an invalid value instead of raising an error.
-            Backend "torch", `weight_grad="sparse"`, and `full` always wait.
+            Backend "torch" and `full` always wait.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. It has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
@@ -162,8 +162,7 @@ def score(
         chunk_rows: the number of positions whose logits over the whole vocabulary are computed at a time. By
             default, these logits take 256 MiB, or as much as `hidden` in the dtype of the sums. If one chunk
             holds all positions, the forward keeps the logits for the backward.
-        weight_grad: where the gradient of `weight` goes. "dense" gives autograd a tensor [V, H]. "sparse"
-            gives it a coalesced `torch.sparse_coo` tensor with one row per distinct candidate id. Or a buffer
+        weight_grad: where the gradient of `weight` goes. "dense" gives autograd a tensor [V, H]. Or a buffer
             [V, H], such as `weight.grad` or Megatron's `weight.main_grad`, in the dtype of `weight` or of the
             sums, to which each backward pass adds the gradient in place; `weight` must then be a parameter.
             See [](../../how-to/train.md) for what each is for.
@@ -189,7 +188,6 @@ def score(
         chunk_rows=chunk_rows,
         weight_grad=weight_grad,
         backend=backend,
-        needs_all=sets is None or full,
     )
     return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
 
@@ -274,7 +272,6 @@ class Policy:
     chunk_rows: int
     dense: Literal["head", "logits"]
     """The key of `DENSE_SHARES` that tells which positions are dense."""
-    sink: WeightGradSink | None = None
 
     @classmethod
     def of_head(
@@ -289,11 +286,8 @@ class Policy:
         chunk_rows: int | None,
         weight_grad: WeightGrad,
         backend: str,
-        needs_all: bool,
     ) -> Policy:
         """Build the policy `softmax(head(hidden))`. `score` defines the arguments.
-
-        `needs_all` tells whether a score needs all logits.
 
         Raises:
             InvalidInputError: an argument is not valid, or does not match another one.
@@ -302,11 +296,6 @@ class Policy:
         dtype = accumulation_dtype(hidden=hidden, weight=weight)
         ops = products_of(backend, hidden, dtype)
         sink = WeightGradSink(weight_grad, weight, hidden, dtype, ops)
-        if needs_all and isinstance(weight_grad, str) and weight_grad == "sparse":
-            raise InvalidInputError(
-                "weight_grad: got 'sparse', expected 'dense' or a buffer: over the whole vocabulary every id"
-                " has a gradient"
-            )
         # Each chunk adds to the whole gradient of the weight, so large batches have large chunks.
         num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
         return cls(
@@ -317,7 +306,6 @@ class Policy:
             scaling,
             _chunk_rows(chunk_rows, shard, dtype, num_bytes),
             "head",
-            sink,
         )
 
     def transform(self, device: torch.device, num_positions: int, *, may_wait: bool = True) -> LogitTransform:
@@ -454,8 +442,6 @@ def score_sets(
         full: score over the vocabulary too.
         tail: all ids outside of a set are one more outcome. Then no position is dense.
     """
-    if policy.sink is not None:
-        policy.sink.index = index
     num_ids, gathered = policy.shard.num_ids, index.gathered
     has_dense = len(index.dense_rows) > 0 and not index.lists_dense
     at_dense, picks = index.dense_ids, index.dense_ids if index.lists_dense else None
