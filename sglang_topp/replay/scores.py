@@ -189,7 +189,7 @@ def score(
         weight_grad=weight_grad,
         backend=backend,
     )
-    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
+    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -253,7 +253,7 @@ def score_logits(
         _chunk_rows(chunk_rows, shard, dtype, _LOGITS_CHUNK_BYTES),
         "logits",
     )
-    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
+    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,57 +340,59 @@ def _chunk_rows(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_by
     return chunk_rows or max(1, num_bytes // max(1, shard.num_ids * dtype.itemsize))
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    entropy: bool
-    full: bool
-    per_candidate: bool
-    kl_to: Tensor | None
-
-    @property
-    def values_of_candidates(self) -> bool:
-        """Whether a score needs a value for each candidate, so that all of them must be listed."""
-        return self.per_candidate or self.kl_to is not None
-
-
 def _score(
-    policy: Policy, targets: Tensor, sets: CandidateSets | CandidateTensors | None, asked: _Asked
+    policy: Policy,
+    targets: Tensor,
+    sets: CandidateSets | CandidateTensors | None,
+    entropy: bool,
+    full: bool,
+    per_candidate: bool,
+    kl_to: Tensor | None,
 ) -> Scores:
     if sets is None:
-        _refuse_without_sets(asked)
+        for name, is_asked in (
+            ("full", full),
+            ("per_candidate", per_candidate),
+            ("kl_to", kl_to is not None),
+        ):
+            if is_asked:
+                raise InvalidInputError(
+                    f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
+                )
         columns = _columns(targets, policy.shard, checks=True)
         transform = policy.transform(targets.device, len(targets))
         vocab = policy.over_vocabulary(
-            None, columns, transform, dropped=[_drop_none], picks=None, entropy=asked.entropy
+            None, columns, transform, dropped=[_drop_none], picks=None, entropy=entropy
         )
-        _, (full,) = evaluate(None, vocab, policy.source, *policy.tensors)
-        _check_numbers(full.logprobs, "over the vocabulary ", "its logits")
-        return Scores(full.logprobs, full.entropy)
+        _, (over_all,) = evaluate(None, vocab, policy.source, *policy.tensors)
+        _check_numbers(over_all.logprobs, "over the vocabulary ", "its logits")
+        return Scores(over_all.logprobs, over_all.entropy)
     if len(sets) != len(targets):
         raise InvalidInputError(
             f"sets: got {len(sets)} positions for {len(targets)} targets; select both with the same"
             " RowSelection"
         )
+    each = per_candidate or kl_to is not None  # then all candidates are listed
     # If all candidates are listed, existing logits and a pass over all positions give each one's logit.
-    has_logits = asked.values_of_candidates and (asked.full or policy.dense == "logits")
+    has_logits = each and (full or policy.dense == "logits")
     index, may_wait = CandidateIndex.of(
         sets,
         targets.device,
         policy.shard,
-        lists_all=asked.values_of_candidates,
+        lists_all=each,
         dense=None if has_logits else policy.dense,
     )
     is_target, is_absent = index.find_targets(targets, may_wait=may_wait)
-    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or asked.full)
+    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or full)
     scores, _ = score_sets(
         policy,
         index,
         transform,
         is_target=is_target,
-        columns=_columns(targets, policy.shard, checks=asked.full),
-        entropy=asked.entropy,
-        each=asked.values_of_candidates,
-        full=asked.full,
+        columns=_columns(targets, policy.shard, checks=full),
+        entropy=entropy,
+        each=each,
+        full=full,
     )
     _check_numbers(scores.full_logprobs, "over the vocabulary ", "its logits")
     if is_absent is None:
@@ -398,8 +400,8 @@ def _score(
     else:
         # Where the host has not waited for the device, a position whose set lacks its target scores NaN.
         scores = _multiplied(scores, torch.where(is_absent, torch.nan, 1.0).to(policy.dtype), index)
-    if asked.kl_to is not None and scores.candidate_logprobs is not None:
-        other = _other_policy(asked.kl_to, index, policy.dtype)
+    if kl_to is not None and scores.candidate_logprobs is not None:
+        other = _other_policy(kl_to, index, policy.dtype)
         kl = index.sum_candidates(kl_terms(scores.candidate_logprobs, other))
         if is_absent is None and (position := first_true(~kl.isfinite())) is not None:
             raise InvalidInputError(
@@ -407,7 +409,7 @@ def _score(
                 " the other policy gives a candidate no probability, or NaN"
             )
         scores = replace(scores, kl=kl)
-    return scores if asked.per_candidate else replace(scores, candidate_logprobs=None)
+    return scores if per_candidate else replace(scores, candidate_logprobs=None)
 
 
 def _multiplied(scores: Scores, factor: Tensor, index: CandidateIndex) -> Scores:
@@ -595,15 +597,6 @@ class _KlTerms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(None if slope is None else slope * grad for slope in ctx.saved_tensors)
-
-
-def _refuse_without_sets(asked: _Asked) -> None:
-    for name in ("full", "per_candidate", "kl_to"):
-        got = getattr(asked, name)
-        if got is not None and got is not False:
-            raise InvalidInputError(
-                f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
-            )
 
 
 def _columns(targets: Tensor, shard: Shard, *, checks: bool) -> Tensor:
