@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -102,13 +102,10 @@ class Model:
 
         Return None if `record` is invalid.
         """
-        names = ("vocab_size", "context_length", "max_token_chars")
-        sizes: dict[str, Any] = {}
-        if isinstance(record, Mapping):
-            sizes = {name: record.get(name) for name in names}
-        if not sizes or any(type(size) is not int or size < 1 for size in sizes.values()):
-            return None
-        return cls(**sizes)
+        sizes: list[Any] = [
+            record.get(one.name) if isinstance(record, Mapping) else None for one in fields(cls)
+        ]
+        return cls(*sizes) if all(type(size) is int and size > 0 for size in sizes) else None
 
     @property
     def max_text_chars(self) -> int:

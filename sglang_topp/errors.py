@@ -28,8 +28,7 @@ the problem, the message says how.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 __all__ = [
     "AbortedError",
@@ -54,7 +53,14 @@ __all__ = [
 
 
 class SglangToppError(Exception):
-    """The base class of every exception that sglang-topp raises on purpose."""
+    """The base class of every exception that sglang-topp raises on purpose.
+
+    Attributes:
+        prompt_index: the index of the prompt that failed, if a call with `return_exceptions` returns the
+            error. None if the whole call ended.
+    """
+
+    prompt_index: int | None = None
 
 
 class InvalidInputError(SglangToppError, ValueError):
@@ -130,9 +136,6 @@ class WeightPushError(RequestError):
         super().__init__(message)
         self.weight_versions = dict(weight_versions or {})
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), dict(self.__dict__))
-
 
 class ResponseError(RequestError):
     """The server answered with an error.
@@ -147,9 +150,6 @@ class ResponseError(RequestError):
         super().__init__(message)
         self.status = status
         self.body = body
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), dict(self.__dict__))
 
 
 class BadRequestError(ResponseError):
@@ -198,13 +198,3 @@ def describe(value: object) -> str:
 
 _ABBREVIATED = reprlib.Repr()
 _ABBREVIATED.maxstring = _ABBREVIATED.maxother = 60
-
-
-_Error = TypeVar("_Error", bound=SglangToppError)
-
-
-def _rebuild(cls: Callable[[str], _Error], message: str, state: dict[str, object]) -> _Error:
-    """Rebuild a pickled error. `state` holds the attributes that `Exception.args` does not hold."""
-    error = cls(message)
-    error.__dict__.update(state)
-    return error

@@ -37,6 +37,7 @@ from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, Wir
 from sglang_topp.replay import replay_metrics, replayed_old_logprobs, score
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.weight_push.tensors_to_push import tensors_as_saved
+from sglang_topp_integrations import check_options, check_release
 
 __all__ = ["SUPPORTED_TRL", "ReplayMixin", "SGLangRollouts", "rollout_fields"]
 
@@ -451,11 +452,7 @@ def _checked_sets(
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise InvalidInputError if replay does not support one of the `arguments` of `GRPOTrainer`."""
-    if trl.__version__ not in SUPPORTED_TRL:
-        raise InvalidInputError(
-            f"trl: got release {trl.__version__}, expected {' or '.join(SUPPORTED_TRL)}; ReplayMixin"
-            " overrides private methods, which change between releases"
-        )
+    check_release("trl", trl.__version__, SUPPORTED_TRL)
     if arguments.get("rollout_func") is None:
         raise InvalidInputError("rollout_func: got None, expected SGLangRollouts(client)")
     config, model = arguments.get("args") or trl.GRPOConfig(), arguments["model"]
@@ -470,33 +467,23 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             " filters: every candidate set would be the whole vocabulary, and TRL's own loss is the same"
         )
     turns = "transformers would generate the turns after a tool's answer; override SGLangRollouts.generate"
-    for name, value, accepted, reason in (
+    others = "they are transformers' options; use SGLangRollouts(client, sampling_params=...)"
+    peft = arguments.get("peft_config") or getattr(model, "peft_config", None)
+    check_options(
         ("use_vllm", config.use_vllm, (False,), "SGLang generates"),
         ("tools", arguments.get("tools"), (None, []), turns),
         ("environment_factory", arguments.get("environment_factory"), (None,), turns),
         ("repetition_penalty", config.repetition_penalty, (None, 1.0), "penalties are not replayed"),
-        (
-            "generation_kwargs",
-            config.generation_kwargs,
-            (None, {}),
-            "they are transformers' options; use SGLangRollouts(client, sampling_params=...)",
-        ),
-        (
-            "peft_config",
-            arguments.get("peft_config") or getattr(model, "peft_config", None),
-            (None,),
-            "adapters are not merged for the engine",
-        ),
-    ):
-        if value not in accepted:
-            raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted[0]}: {reason}")
+        ("generation_kwargs", config.generation_kwargs, (None, {}), others),
+        ("peft_config", peft, (None,), "adapters are not merged for the engine"),
+    )
 
 
 def _check_trainer(trainer: Any) -> None:
     """Raise InvalidInputError if replay does not support the trainer's model or dataset."""
     state = trainer.accelerator.state
     parallelism, fsdp = (getattr(state, name, None) for name in ("parallelism_config", "fsdp_plugin"))
-    parallel = parallelism and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled)
+    aux_loss = trainer.router_aux_loss_coef
     for problem, is_met in (
         ("deepspeed: got a config, expected DDP or FSDP2: not tested", trainer.is_deepspeed_enabled),
         ("fsdp_config: got version 1, expected 2: not tested", fsdp and fsdp.fsdp_version != 2),
@@ -513,20 +500,19 @@ def _check_trainer(trainer: Any) -> None:
         (
             "parallelism_config: got tensor, context, or sequence parallelism, expected data parallelism:"
             " each process samples its own completions",
-            parallel,
+            parallelism and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled),
+        ),
+        (
+            f"router_aux_loss_coef: got {aux_loss}, expected 0: the candidate head returns no router logits",
+            trainer.aux_loss_enabled,
+        ),
+        (
+            "processing_class: got a processor, expected a tokenizer: the client sends no images",
+            trainer._is_vlm,
         ),
     ):
         if is_met:
             raise InvalidInputError(problem)
-    if trainer.aux_loss_enabled:
-        raise InvalidInputError(
-            f"router_aux_loss_coef: got {trainer.router_aux_loss_coef}, expected 0: the candidate head"
-            " returns no router logits"
-        )
-    if trainer._is_vlm:
-        raise InvalidInputError(
-            "processing_class: got a processor, expected a tokenizer: the client sends no images"
-        )
     evals = trainer.eval_dataset
     for dataset in (trainer.train_dataset, *(evals.values() if isinstance(evals, dict) else [evals])):
         if columns := {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):

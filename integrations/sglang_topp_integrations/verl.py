@@ -48,8 +48,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry, _load_sglang
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp.batch import BatchCandidateSets
-from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, describe
+from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp.replay import replayed_old_logprobs, score_logits
+from sglang_topp_integrations import check_options, check_release
 
 __all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
 
@@ -176,15 +177,13 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        ulysses = engine_config.ulysses_sequence_parallel_size
-        for name, value, accepted, reason in (
-            ("model.use_fused_kernels", model_config.use_fused_kernels, False, "they return no logits"),
-            ("model.use_remove_padding", model_config.use_remove_padding, True, "the sets are packed"),
-            ("model.lora_rank", model_config.lora_rank, 0, "not tested"),
-            ("ulysses_sequence_parallel_size", ulysses, 1, "each rank would need its part of the sets"),
-        ):
-            if value != accepted:
-                raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted}: {reason}")
+        model, ulysses = model_config, engine_config.ulysses_sequence_parallel_size
+        check_options(
+            ("model.use_fused_kernels", model.use_fused_kernels, (False,), "they return no logits"),
+            ("model.use_remove_padding", model.use_remove_padding, (True,), "the sets are packed"),
+            ("model.lora_rank", model.lora_rank, (0,), "not tested"),
+            ("ulysses_sequence_parallel_size", ulysses, (1,), "each rank would need its part of the sets"),
+        )
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def prepare_model_outputs(
@@ -352,11 +351,9 @@ def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> N
         ("ref.strategy", ("fsdp", "fsdp2", None), "other engines score over the whole vocabulary"),
         ("actor.calculate_sum_pi_squared", (False, None), "it is not computed over the sets"),
     ):
-        value = OmegaConf.select(config.actor_rollout_ref, name)
-        if value not in accepted:
-            raise InvalidInputError(f"{name}: got {describe(value)}, expected {accepted[0]}: {reason}")
-    if OmegaConf.select(config, "distillation.enabled"):
-        raise InvalidInputError("distillation.enabled: got True, expected False: its teacher has no sets")
+        check_options((name, OmegaConf.select(config.actor_rollout_ref, name), accepted, reason))
+    distills = OmegaConf.select(config, "distillation.enabled")
+    check_options(("distillation.enabled", distills, (False, None), "its teacher has no sets"))
     original(trainer, config)
 
 
@@ -424,11 +421,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _install() -> None:
-    if verl.__version__ not in SUPPORTED_VERL:
-        raise InvalidInputError(
-            f"verl: got release {verl.__version__}, expected {' or '.join(SUPPORTED_VERL)}; the adapter wraps"
-            " internal functions, which change between releases"
-        )
+    check_release("verl", verl.__version__, SUPPORTED_VERL)
     for owner, name, around in (
         (LLMServerClient, "generate", _keep_sets),
         (AgentLoopWorker, "_run_agent_loop", _run_trajectory),

@@ -46,7 +46,6 @@ from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
 
 __all__ = [
-    "Examples",
     "RLBatch",
     "RolloutLike",
     "Rollouts",
@@ -54,6 +53,7 @@ __all__ = [
     "collate_rl",
     "collate_rollouts",
     "collate_sft",
+    "read_examples",
     "rollout_columns",
 ]
 
@@ -244,9 +244,8 @@ class Rollouts:
 
     prompts: RaggedRows
     responses: RaggedRows
-    loss_masks: list[NDArray[np.int8]]
     scored: dict[str, tuple[RaggedRows, type[np.generic]]]
-    """The fields that the batch gets from the caller, by name: their rows and their dtype."""
+    """The batch's fields with one value per response token, by name: their rows and their dtype."""
     candidates: BatchCandidateSets | None
     prompt_lengths: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -271,31 +270,33 @@ class Rollouts:
                 f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it"
                 " with the tokenizer's first special token"
             )
-        fields, given = fields or {}, {"rewards": rewards, "loss_masks": loss_masks}
-        given |= {"logprobs": logprobs} if logprobs is not None else {}
-        given |= {"candidates": candidates} if candidates is not None else {}
-        for name, rows in (*given.items(), *fields.items()):
-            check_lengths(name, rows, lengths, "responses")
-        if taken := fields.keys() & own_names:
-            raise InvalidInputError(
-                f"fields: got {min(taken)!r}, which is a field of the batch; choose another name"
-            )
-        for i, sets in enumerate(candidates or ()):
-            if not isinstance(sets, CandidateSets):
-                raise InvalidInputError(f"candidates[{i}]: got {type(sets).__name__}, expected CandidateSets")
-        masks = mask_rows("loss_masks", loss_masks)
-        own = {"loss_mask": masks, "rewards": rewards} | ({} if logprobs is None else {"logprobs": logprobs})
-        hosted = {name: to_host(rows) for name, rows in fields.items()}
-        return cls(
-            to_host(prompts),
-            to_host(responses),
-            masks,
-            {name: (to_host(rows), np.float32) for name, rows in own.items()}
-            | {name: (rows, field_dtype(rows)) for name, rows in hosted.items()},
-            None if candidates is None else BatchCandidateSets.from_rows(candidates),
-            prompt_lengths,
-            lengths,
-        )
+        check_lengths("rewards", rewards, lengths, "responses")
+        check_lengths("loss_masks", loss_masks, lengths, "responses")
+        scored: dict[str, tuple[RaggedRows, type[np.generic]]] = {
+            "loss_mask": (mask_rows("loss_masks", loss_masks), np.float32),
+            "rewards": (to_host(rewards), np.float32),
+        }
+        if logprobs is not None:
+            check_lengths("logprobs", logprobs, lengths, "responses")
+            scored["logprobs"] = to_host(logprobs), np.float32
+        for name, given in (fields or {}).items():
+            if name in own_names:
+                raise InvalidInputError(
+                    f"fields: got {name!r}, which is a field of the batch; choose another name"
+                )
+            check_lengths(name, given, lengths, "responses")
+            rows = to_host(given)
+            scored[name] = rows, field_dtype(rows)
+        sets = None
+        if candidates is not None:
+            check_lengths("candidates", candidates, lengths, "responses")
+            for i, one in enumerate(candidates):
+                if not isinstance(one, CandidateSets):
+                    raise InvalidInputError(
+                        f"candidates[{i}]: got {type(one).__name__}, expected CandidateSets"
+                    )
+            sets = BatchCandidateSets.from_rows(candidates)
+        return cls(to_host(prompts), to_host(responses), scored, sets, prompt_lengths, lengths)
 
     def write(
         self,
@@ -342,7 +343,7 @@ class Rollouts:
                 f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[wrong[0]]},"
                 f" but responses[{row}][{t}] is {ids[wrong[0]]}"
             )
-        if (wrong := np.flatnonzero(~replayed & (np.concatenate(self.loss_masks) != 0))).size:
+        if (wrong := np.flatnonzero(~replayed & (np.concatenate(self.scored["loss_mask"][0]) != 0))).size:
             row, t = where(int(wrong[0]))
             raise InvalidInputError(
                 f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
@@ -418,54 +419,44 @@ def collate_sft(
         InvalidInputError: lengths do not match, or a value has the wrong type. The message names the field
             and the sample.
     """
-    samples = Examples.of(input_ids, num_actions, loss_masks)
-    rows, longest, width = np.arange(1, len(input_ids) + 1), samples.lengths.max(), samples.mask_lengths.max()
-    first, shape = rows * longest - samples.lengths, (len(input_ids), int(longest))
+    ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
+    rows, longest, width = np.arange(1, len(ids) + 1), int(lengths.max()), int(mask_lengths.max())
+    first, shape = rows * longest - lengths, (len(ids), longest)
     sequences = filled(shape, pad_token_id)
-    dtype = np.float32 if normalize_loss_mask else np.int64
-    loss_mask = np.zeros((len(input_ids), width), dtype)
-    write_rows("loss_masks", samples.loss_masks, rows * width - samples.mask_lengths, loss_mask)
+    loss_mask = np.zeros((len(ids), width), np.float32 if normalize_loss_mask else np.int64)
+    write_rows("loss_masks", masks, rows * width - mask_lengths, loss_mask)
     if normalize_loss_mask:
         loss_mask *= 1 / max(1, int(np.count_nonzero(loss_mask)))
     return {
-        "sequences": torch.from_numpy(write_rows("input_ids", samples.ids, first, sequences)),
-        "attention_mask": torch.from_numpy(write_ones(first, samples.lengths, shape)),
+        "sequences": torch.from_numpy(write_rows("input_ids", ids, first, sequences)),
+        "attention_mask": torch.from_numpy(write_ones(first, lengths, shape)),
         "loss_mask": torch.from_numpy(loss_mask),
     }
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Checked SFT samples in host memory.
+def read_examples(
+    input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None
+) -> tuple[RaggedRows, list[NDArray[np.int8]], NDArray[np.int64], NDArray[np.int64]]:
+    """Check the arguments of `collate_sft`, and return `(ids, masks, lengths of ids, lengths of masks)`.
 
-    Sample i has L_i ids, and a loss mask over its last ids. The mask never covers a sample's first token,
-    because nothing predicts it.
+    A mask covers the last ids of its sample. It never covers the first, because nothing predicts it.
     """
-
-    ids: RaggedRows
-    loss_masks: list[NDArray[np.int8]]
-    lengths: NDArray[np.int64]
-    mask_lengths: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None) -> Examples:
-        """Check the arguments of `collate_sft`."""
-        lengths = row_lengths("input_ids", input_ids)
-        actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
-        if len(actions) != len(lengths):
-            raise InvalidInputError(
-                f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
-            )
-        if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
-            i = int(wrong[0])
-            raise InvalidInputError(
-                f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
-            )
-        if loss_masks is None:
-            masks = [np.ones(count, np.int8) for count in actions.tolist()]
-        else:
-            check_lengths("loss_masks", loss_masks, actions, "num_actions")
-            masks = mask_rows("loss_masks", loss_masks)
-        trained = np.minimum(actions, np.maximum(lengths - 1, 0))
-        masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
-        return cls(to_host(input_ids), masks, lengths, trained)
+    lengths = row_lengths("input_ids", input_ids)
+    actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    if len(actions) != len(lengths):
+        raise InvalidInputError(
+            f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
+        )
+    if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
+        i = int(wrong[0])
+        raise InvalidInputError(
+            f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
+        )
+    if loss_masks is None:
+        masks = [np.ones(count, np.int8) for count in actions.tolist()]
+    else:
+        check_lengths("loss_masks", loss_masks, actions, "num_actions")
+        masks = mask_rows("loss_masks", loss_masks)
+    trained = np.minimum(actions, np.maximum(lengths - 1, 0))
+    masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
+    return to_host(input_ids), masks, lengths, trained

@@ -159,14 +159,11 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
             f"sample {i}: needs {footprints[i]} tokens, padding included, expected at most {capacity}"
         )
     bins: list[list[int]] = []
-    room = np.zeros(max(1, len(footprints)), np.int64)
+    room = np.full(len(footprints), capacity)
     for i in np.argsort(-footprints, kind="stable").tolist():
-        fits = room[: len(bins)] >= footprints[i]
-        at = int(fits.argmax()) if len(bins) else 0
-        if not bins or not fits[at]:
-            at = len(bins)
+        at = int((room[: len(bins) + 1] >= footprints[i]).argmax())
+        if at == len(bins):
             bins.append([])
-            room[at] = capacity
         bins[at].append(i)
         room[at] -= footprints[i]
     return bins
@@ -198,7 +195,12 @@ def deal_bins(footprints: NDArray[np.int64], capacity: int, ranks: int) -> list[
     count = -(-len(bins) // ranks) * ranks
     even = _spread(range(len(sizes)), sizes, count)
     fits = all(_load(members, sizes) <= capacity for members in even)
-    bins = even if fits else _split(bins, sizes, count)
+    bins = even if fits else bins
+    while len(bins) < count:
+        # With at most `count` samples, each has a bin of its own, so here some bin has several.
+        fullest = max((members for members in bins if len(members) > 1), key=lambda one: _load(one, sizes))
+        bins.remove(fullest)
+        bins += _spread(fullest, sizes, 2)
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     open_ranks = [(0, rank) for rank in range(ranks)]
     for members in sorted(bins, key=lambda members: -_load(members, sizes)):
@@ -222,23 +224,3 @@ def _spread(members: Iterable[int], sizes: list[int], count: int) -> list[list[i
         bins[at].append(i)
         heapq.heapreplace(heap, (load + sizes[i], held + 1, at))
     return bins
-
-
-def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Repeatedly split the fullest bin with two or more samples, until there are `count` bins.
-
-    A bin with several samples always exists, because `deal_bins` calls this function only if the total
-    number of samples is above `count`. If there are at most `count` samples, `_spread` puts each sample into
-    its own bin, and `deal_bins` keeps these bins.
-    """
-    out = list(bins)
-    fullest = [(-_load(members, sizes), at) for at, members in enumerate(out) if len(members) > 1]
-    heapq.heapify(fullest)
-    while len(out) < count:
-        _, at = heapq.heappop(fullest)
-        out[at], rest = _spread(out[at], sizes, 2)
-        out.append(rest)
-        for half in (at, len(out) - 1):
-            if len(out[half]) > 1:
-                heapq.heappush(fullest, (-_load(out[half], sizes), half))
-    return out

@@ -69,6 +69,9 @@ class _Mask:
         # NumPy searches booleans four times as fast as bytes.
         return np.flatnonzero(np.unpackbits(self.bits, axis=1, count=self.width).view(np.bool_))
 
+    def take(self, rows: NDArray[np.int64]) -> _Mask:
+        return _Mask(_take(self.bits, rows), self.width, offsets_of(np.diff(self.offsets)[rows]))
+
 
 @dataclass(frozen=True, eq=False)
 class _Field:
@@ -77,8 +80,8 @@ class _Field:
     values: NDArray[Any]
     """The bits of the kept values [n, *rest], or of a whole tensor [B, *rest]."""
     dtype: torch.dtype
-    mask: int | None = None
-    """The index of the field's mask in `NestedBatch._masks`, or None for a whole tensor."""
+    mask: _Mask | None = None
+    """The field's mask, which other fields may share, or None for a whole tensor."""
     pad: int = 0
     """The pad value's bit pattern."""
     columns: int = 1
@@ -109,7 +112,6 @@ class NestedBatch:
     outside: Mapping[str, int]
     _entries: Mapping[str, Any]
     """Each entry of the batch, in order: a `_Field`, or the value itself."""
-    _masks: tuple[_Mask, ...]
     _by_rows: frozenset[str]
     """The values in `_entries` that have one element per row."""
     _is_tensordict: bool
@@ -125,7 +127,7 @@ class NestedBatch:
     @property
     def nbytes(self) -> int:
         """The total size in bytes of the tensors, masks, and candidate sets that a transfer sends."""
-        masks = sum(mask.bits.nbytes + mask.offsets.nbytes for mask in self._masks)
+        masks = sum(mask.bits.nbytes + mask.offsets.nbytes for mask in self._masks())
         return masks + sum(map(_nbytes, self._entries.values()))
 
     def __getitem__(self, rows: slice) -> NestedBatch:
@@ -145,23 +147,18 @@ class NestedBatch:
             InvalidInputError: `rows` are not integers, or a row is out of range.
         """
         index = row_index(rows, self.num_rows)
+        masks = {mask: mask.take(index) for mask in self._masks()}
 
         def part(name: str, entry: Any) -> Any:
             if not isinstance(entry, _Field):
                 return _take(entry, index) if name in self._by_rows else entry
             if entry.mask is None:
                 return replace(entry, values=_take(entry.values, index))
-            return replace(entry, values=cut(entry.values, self._masks[entry.mask].offsets, index))
+            values = cut(entry.values, entry.mask.offsets, index)
+            return replace(entry, values=values, mask=masks[entry.mask])
 
-        return replace(
-            self,
-            num_rows=len(index),
-            _entries={name: part(name, entry) for name, entry in self._entries.items()},
-            _masks=tuple(
-                _Mask(_take(mask.bits, index), mask.width, offsets_of(np.diff(mask.offsets)[index]))
-                for mask in self._masks
-            ),
-        )
+        entries = {name: part(name, entry) for name, entry in self._entries.items()}
+        return replace(self, num_rows=len(index), _entries=entries)
 
     def jagged(self, name: str) -> torch.Tensor:
         """Return a field without its padding, as a jagged `torch.nested` tensor `[B, ragged, *rest]`.
@@ -218,15 +215,17 @@ class NestedBatch:
         out = flat.new_zeros(len(lengths) * mask.width, *flat.shape[1:])
         return out.index_copy(0, kept, flat).view(len(lengths), mask.width, *flat.shape[1:])
 
-    def _nested(self) -> list[str]:
-        return [name for name, entry in self._entries.items() if getattr(entry, "mask", None) is not None]
+    def _nested(self) -> dict[str, tuple[_Field, _Mask]]:
+        fields = {name: entry for name, entry in self._entries.items() if isinstance(entry, _Field)}
+        return {name: (field, field.mask) for name, field in fields.items() if field.mask is not None}
+
+    def _masks(self) -> set[_Mask]:
+        return {mask for _, mask in self._nested().values()}
 
     def _nested_field(self, name: str) -> tuple[_Field, _Mask]:
         if name not in (nested := self._nested()):
             raise InvalidInputError(f"{name}: is not a nested field; there are {', '.join(nested) or 'none'}")
-        field: _Field = self._entries[name]
-        assert field.mask is not None
-        return field, self._masks[field.mask]
+        return nested[name]
 
 
 def nest_batch(
@@ -254,47 +253,38 @@ def nest_batch(
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = _entries_of(batch)
     num_rows = _count_rows(entries)
-    names = list(dict.fromkeys(spec.mask for spec in specs.values()))
-    keeps = [_mask_of(entries, name) for name in names]
-    made = [_Mask.of(keep) for keep in keeps]
-    masks, indices = [mask for mask, _ in made], [index for _, index in made]
-    kept: dict[str, Any] = {}
+    keeps = {spec.mask: _mask_of(entries, spec.mask) for spec in specs.values()}
+    made = {name: _Mask.of(keep) for name, keep in keeps.items()}
+    kept: dict[str, _Field] = {}
     outside: dict[str, int] = {}
     for name, spec in specs.items():
-        at = names.index(spec.mask)
-        bits = _bits_of(entries, name, masks[at].width, spec.columns)
-        flat = bits.reshape(keeps[at].size, *bits.shape[2:])
-        pad = _pad_bits(name, entries[name].dtype, spec.pad)
-        values = flat[indices[at]]
+        keep, (mask, index) = keeps[spec.mask], made[spec.mask]
+        bits, dtype = _bits_of(entries, name, mask.width, spec.columns), entries[name].dtype
+        flat, pad = bits.reshape(keep.size, *bits.shape[2:]), _pad_bits(name, dtype, spec.pad)
+        values = flat[index]
         # An integer mask is 0 wherever it keeps nothing.
-        is_own_mask = name == spec.mask and pad == 0 and not entries[name].dtype.is_floating_point
+        is_own_mask = name == spec.mask and pad == 0 and not dtype.is_floating_point
         if not (spec.droppable or is_own_mask) and _count_other(bits, pad) != _count_other(values, pad):
-            keep = keeps[at] | (bits != pad).reshape(*bits.shape[:2], -1).any(axis=2)
+            keep = keep | (bits != pad).reshape(*bits.shape[:2], -1).any(axis=2)
+            num_masked = len(index)
             mask, index = _Mask.of(keep)
-            outside[name] = len(index) - len(indices[at])
-            at, values = len(masks), flat[index]
-            masks.append(mask)
-        kept[name] = _Field(values, entries[name].dtype, at, pad, spec.columns)
+            outside[name] = len(index) - num_masked
+            values = flat[index]
+        kept[name] = _Field(values, dtype, mask, pad, spec.columns)
 
-    dense = {
-        path: f"{list(tensor.shape)} {tensor.dtype} {tensor.nbytes} bytes"
-        for name, value in entries.items()
-        if name not in kept
-        for path, tensor in _with_columns(name, value)
-    }
+    dense: dict[str, str] = {}
+    for name, value in entries.items():
+        if name not in kept:
+            for path, tensor in _with_columns(name, value):
+                dense[path] = f"{list(tensor.shape)} {tensor.dtype} {tensor.nbytes} bytes"
+            if _is_plain(name, value):
+                kept[name] = _Field(_as_bits(value), value.dtype)
     if strict and dense:
         listed = "; ".join(f"{name} {words}" for name, words in dense.items())
         raise InvalidInputError(f"fields: these tensors stayed dense, name them or drop them: {listed}")
-    whole = {
-        name: kept[name]
-        if name in kept
-        else _Field(_as_bits(value), value.dtype)
-        if _is_plain(name, value)
-        else value
-        for name, value in entries.items()
-    }
-    by_rows = frozenset(name for name, value in whole.items() if _has_rows(value, num_rows))
-    return NestedBatch(num_rows, dense, outside, whole, tuple(masks), by_rows, _is_tensordict(batch))
+    by_rows = frozenset(name for name, value in entries.items() if _has_rows(value, num_rows))
+    whole = {name: kept.get(name, value) for name, value in entries.items()}
+    return NestedBatch(num_rows, dense, outside, whole, by_rows, _is_tensordict(batch))
 
 
 def unnest_batch(nested: NestedBatch) -> Any:
@@ -306,22 +296,21 @@ def unnest_batch(nested: NestedBatch) -> Any:
     Returns:
         A `tensordict.TensorDict` with batch size [B] if `nest_batch` received a TensorDict, else a dict.
     """
-    kept = [mask.kept() for mask in nested._masks]
+    kept = {mask: mask.kept() for mask in nested._masks()}
 
     def restored(entry: Any) -> Any:
         if not isinstance(entry, _Field):
             return entry
-        if entry.mask is None:
+        if (mask := entry.mask) is None:
             array = entry.values if entry.values.flags.writeable else entry.values.copy()
             return torch.from_numpy(array).view(entry.dtype)
         rest = entry.values.shape[1:]
         # `np.zeros` gets memory that is already zero, so the padding need not be written.
-        size = (nested.num_rows * nested._masks[entry.mask].width, *rest)
-        flat = (
-            np.full(size, entry.pad, entry.values.dtype) if entry.pad else np.zeros(size, entry.values.dtype)
-        )
-        flat[kept[entry.mask]] = entry.values
-        array = flat.reshape(nested.num_rows, nested._masks[entry.mask].width, *rest)
+        flat = np.zeros((nested.num_rows * mask.width, *rest), entry.values.dtype)
+        if entry.pad:
+            flat.fill(entry.pad)
+        flat[kept[mask]] = entry.values
+        array = flat.reshape(nested.num_rows, mask.width, *rest)
         return torch.from_numpy(array).view(entry.dtype).movedim(1, entry.columns).contiguous()
 
     out = {name: restored(entry) for name, entry in nested._entries.items()}

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.collate import Examples, RolloutLike, Rollouts, rollout_columns
+from sglang_topp.batch.collate import RolloutLike, Rollouts, read_examples, rollout_columns
 from sglang_topp.batch.micro_batches import deal_bins
 from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, write_ones, write_rows
 from sglang_topp.candidates import CandidateSets
@@ -158,12 +158,12 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_sft`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
         """
-        examples = Examples.of(input_ids, num_actions, loss_masks)
-        batch, first = self._pack("input_ids", examples.lengths)
-        write_rows("input_ids", examples.ids, first, batch["sequences"].numpy())
-        losses = batch["loss_mask"].numpy()
-        scored = first + examples.lengths - 1 - examples.mask_lengths
-        write_rows("loss_masks", examples.loss_masks, scored, losses)
+        ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
+        batch, first = self._pack("input_ids", lengths)
+        write_rows("input_ids", ids, first, batch["sequences"].numpy())
+        losses = write_rows(
+            "loss_masks", masks, first + lengths - 1 - mask_lengths, batch["loss_mask"].numpy()
+        )
         losses *= 1 / max(1, int(np.count_nonzero(losses)))
         return batch
 
@@ -237,8 +237,8 @@ class PackedCollator:
             first[members] = row * shape[1] + starts
         is_token = write_ones(first, lengths, shape, np.bool_)
         # Samples cover nearly all columns, so write the padding only to the others.
-        sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        sequences[~is_token], position_ids[~is_token] = self.pad_token_id, 0
+        sequences, position_ids, is_padding = np.empty(shape, np.int64), np.empty(shape, np.int64), ~is_token
+        sequences[is_padding], position_ids[is_padding] = self.pad_token_id, 0
         count = np.arange(lengths.max())
         write_rows("position_ids", [count[:length] for length in lengths.tolist()], first, position_ids)
         attention_mask = is_token.astype(np.int64)

@@ -114,12 +114,13 @@ class CandidateSets:
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
             logprobs = np.empty(0, np.float32)  # without candidates, `has_logprobs` is True
-        for name, array in (
-            ("token_ids", token_ids),
-            ("_logprobs", logprobs),
-            ("offsets", offsets),
-            ("sampled_ids", sampled_ids),
-        ):
+        arrays = {
+            "token_ids": token_ids,
+            "_logprobs": logprobs,
+            "offsets": offsets,
+            "sampled_ids": sampled_ids,
+        }
+        for name, array in arrays.items():
             object.__setattr__(self, name, None if array is None else _read_only(array.view()))
 
     @classmethod
@@ -263,8 +264,14 @@ class CandidateSets:
                 the difference. The message names the first position with such a set.
         """
         mass = np.exp(self._log_mass)
-        for t in np.flatnonzero(_is_wrong_mass(mass, p, MASS_ERROR)).tolist():
-            if _is_wrong_mass(mass[t], p, _error_of_mass(self[t][1])):
+
+        def is_wrong(mass: Any, error: float) -> Any:
+            return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
+
+        for t in np.flatnonzero(is_wrong(mass, MASS_ERROR)).tolist():
+            logprobs = self.logprobs[self.offsets[t] : self.offsets[t + 1]]
+            is_bfloat16 = not (logprobs.view(np.uint32) & 0xFFFF).any()
+            if not is_bfloat16 or is_wrong(mass[t], BFLOAT16_MASS_ERROR):
                 expected = "at most 1" if mass[t] > 1 else f"at least {p:.9g}, the p that was asked for"
                 raise InvalidCandidateSetsError(
                     "logprobs", f"add up to a mass of {mass[t]:.9g} at position {t}, expected {expected}"
@@ -434,24 +441,6 @@ class CandidateSets:
 
     def _arrays(self) -> tuple[Int32Array, Float32Array | None, Int64Array, Int32Array]:
         return self.token_ids, self._logprobs, self.offsets, self.sampled_ids
-
-
-def _is_wrong_mass(mass: Any, p: float, error: float) -> Any:
-    """Return whether top-p sampling at `p` cannot produce a candidate set with kept mass `mass`.
-
-    `error` is the largest possible difference between 1 and the total probability of the whole vocabulary.
-    """
-    return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
-
-
-def _error_of_mass(logprobs: Float32Array | None) -> float:
-    """Return the largest possible difference between 1 and the total probability of the whole vocabulary.
-
-    Rounding errors cause this difference, so the difference depends on the dtype in which the engine
-    computes. The function assumes bfloat16 if bfloat16 can represent all `logprobs`, and float32 otherwise.
-    """
-    is_bfloat16 = logprobs is not None and not (logprobs.view(np.uint32) & 0xFFFF).any()
-    return BFLOAT16_MASS_ERROR if is_bfloat16 else MASS_ERROR
 
 
 _Array = TypeVar("_Array", bound=NDArray[Any])

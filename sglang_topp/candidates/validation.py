@@ -26,7 +26,6 @@ __all__ = [
     "MASS_ERROR",
     "MAX_LOGPROB",
     "NO_TOKEN",
-    "all_distinct",
     "as_float32",
     "as_integers",
     "check_arrays",
@@ -37,8 +36,11 @@ __all__ = [
 NO_TOKEN = -1
 """The `sampled_ids` value of a position without a sampled token. The position must have an empty set."""
 
-MAX_LOGPROB = 1e-3
-"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
+MAX_LOGPROB = 2.0**-10
+"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0.
+
+Every floating dtype has this number, so that a comparison in any dtype gives the same result.
+"""
 
 MASS_ERROR = 2e-3
 """The largest valid difference between 1 and the vocabulary's total probability, for a float32 softmax.
@@ -59,10 +61,6 @@ of the total probability.
 
 LOWEST = np.finfo(np.float32).min
 """A log-prob at or below this value stands for probability 0. SGLang writes `LOWEST` instead of `-inf`."""
-
-
-# Odd factors with well-mixed bits: 2^32 over the golden ratio, and two constants of MurmurHash3.
-_VALUE_FACTOR, _ROW_FACTOR, _ROUND_FACTOR = np.array([0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35], np.uint32)
 
 
 def check_arrays(
@@ -157,11 +155,10 @@ def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
 
     Row r holds the candidates of position `first + r`. The error message names the duplicate id's position.
     """
-    if not all_distinct(ids, rows):
-        keys = np.sort(row_keys(rows, ids), kind="stable")
-        twice = int(keys[1:][keys[1:] == keys[:-1]][0])
+    keys = np.sort(row_keys(rows, ids))
+    if (e := first_true(keys[1:] == keys[:-1])) is not None:
         raise InvalidCandidateSetsError(
-            "token_ids", f"{twice & 0xFFFFFFFF} occurs twice at position {first + (twice >> 32)}"
+            "token_ids", f"{keys[e] & 0xFFFFFFFF} occurs twice at position {first + (keys[e] >> 32)}"
         )
 
 
@@ -171,37 +168,6 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
     # Log-probs descend in a set, so the set's mass is 0 if the first log-prob stands for probability 0.
     t = first_true(logprobs[offsets[filled]] <= LOWEST)
     return None if t is None else int(filled[t])
-
-
-def all_distinct(values: NDArray[np.int32], rows: NDArray[np.int32]) -> bool:
-    """Return whether all values within each row are distinct, exactly, and faster than a sort.
-
-    A pair is a value and its row. The function hashes each pair to a slot of a hash table, and writes the
-    pair's index to the slot. Among pairs with the same slot, the last written pair keeps the slot. The
-    function compares each of the other pairs with the pair that keeps the slot, and returns False if the two
-    are equal. In the next round, the function rehashes the pairs that do not keep their slot. Equal pairs
-    have the same slot in every round, so the function finds every duplicate.
-
-    Args:
-        values: int32 [n], the n values of all rows.
-        rows: int32 [n], the row of each value.
-    """
-    bits = len(values).bit_length() + 1
-    table = np.empty(1 << bits, np.int32)
-    entries = np.arange(len(values), dtype=np.int32)
-    hashes = values.view(np.uint32) * _VALUE_FACTOR + rows.view(np.uint32) * _ROW_FACTOR
-    while len(entries):
-        slots = (hashes >> np.uint32(32 - bits)).astype(np.intp)
-        table[slots] = entries
-        winners = table.take(slots)
-        lost = np.flatnonzero(winners != entries)
-        entries, winners = entries.take(lost), winners.take(lost)
-        if (
-            (values.take(winners) == values.take(entries)) & (rows.take(winners) == rows.take(entries))
-        ).any():
-            return False
-        hashes = hashes.take(lost) * _ROUND_FACTOR
-    return True
 
 
 def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:

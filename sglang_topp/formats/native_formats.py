@@ -189,12 +189,11 @@ def _cut(
 
     Listed tokens of probability 0 are dropped, except for the sampled token.
     """
-    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
-    kth, lowest = logprobs[offsets[:-1] + (k - 1)], logprobs[offsets[1:] - 1]
     is_sampled = ids == sampled[rows]
     # A listed token has the reported log-prob. An unlisted one is not more likely than any listed token.
     listed = np.full(len(sampled), np.nan, np.float32)
     listed[rows[is_sampled]] = logprobs[is_sampled]
+    lowest = np.minimum.reduceat(logprobs, offsets[:-1])
     forced, own = np.isnan(listed), np.maximum(reported, LOWEST)
     wrong = np.where(forced, own > np.maximum(lowest, LOWEST), own != np.maximum(listed, LOWEST))
     if (t := first_true(wrong)) is not None:
@@ -203,13 +202,14 @@ def _cut(
             f"gives the sampled token at position {t} the log-prob {reported[t]}, which is at odds with"
             f" {field}; they are of different tokens or distributions",
         )
-    kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | is_sampled
-    rows = np.concatenate([rows[kept], np.flatnonzero(forced).astype(np.int32)])
-    order = np.argsort(rows, kind="stable")
-    ids = np.concatenate([ids[kept], sampled[forced].astype(np.int32)])[order]
-    logprobs = np.concatenate([logprobs[kept], reported[forced]])[order]
-    sizes = np.bincount(rows, minlength=len(sampled))
-    return CandidateSets(*sorted_by_logprob(rows[order], ids, logprobs), offsets_of(sizes), sampled)
+    ends, offsets = offsets[1:][forced], offsets + offsets_of(forced)
+    ids, logprobs = np.insert(ids, ends, sampled[forced]), np.insert(logprobs, ends, reported[forced])
+    rows = rows_of(offsets)
+    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
+    kth = logprobs[offsets[:-1] + (k - 1)]
+    kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | (ids == sampled[rows])
+    sizes = np.bincount(rows[kept], minlength=len(sampled))
+    return CandidateSets(ids[kept], logprobs[kept], offsets_of(sizes), sampled)
 
 
 def _read_arrays(

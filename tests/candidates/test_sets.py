@@ -8,11 +8,11 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
-from sglang_topp.candidates import NO_TOKEN, csr_operations, validation
+from sglang_topp.candidates import NO_TOKEN, csr_operations
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
 LOWEST = np.finfo(np.float32).min
@@ -474,42 +474,6 @@ def test_duplicate_is_found_at_any_position(sets, data):
     logprobs = np.insert(np.maximum(sets.logprobs, -1e30), at, -2e30)
     with pytest.raises(InvalidCandidateSetsError, match=f"token_ids: {twice} occurs twice at position {t}"):
         CandidateSets(np.insert(sets.token_ids, at, twice), logprobs, offsets, sets.sampled_ids)
-
-
-# -- distinct --------------------------------------------------------------------------------------
-
-
-def distinct_by_definition(values, sizes):
-    rows = np.split(values, np.cumsum(sizes)[:-1])
-    return all(len(set(row.tolist())) == len(row) for row in rows)
-
-
-@given(st.lists(st.lists(st.integers(0, 40), max_size=9, unique=True), min_size=1, max_size=60), st.data())
-@settings(max_examples=200)
-def test_all_distinct_by_definition(rows, data):
-    if data.draw(st.booleans()):
-        row = data.draw(st.sampled_from(rows))
-        row += row[:1]
-    sizes = [len(row) for row in rows]
-    values = np.array([value for row in rows for value in row], np.int32)
-    row_of = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)
-    assert validation.all_distinct(values, row_of) == distinct_by_definition(values, sizes)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_one_duplicate_among_many(seed):
-    rng = np.random.default_rng(seed)
-    sizes = np.r_[rng.geometric(1 / 8, 20_000), 90_000, 0, 1]
-    rng.shuffle(sizes)
-    offsets = np.r_[0, sizes.cumsum()]
-    rows = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-    # Ids are distinct within a row by construction, and all rows use the same few ids.
-    values = (np.arange(len(rows)) - offsets[rows] + rng.integers(0, 5, len(sizes))[rows]).astype(np.int32)
-    assert validation.all_distinct(values, rows)
-    t = rng.choice(np.flatnonzero(sizes > 1))
-    first, second = rng.choice(np.arange(offsets[t], offsets[t + 1]), 2, replace=False)
-    values[second] = values[first]
-    assert not validation.all_distinct(values, rows)
 
 
 @given(st.sampled_from([1, 2, 7, 64]), st.integers(0, 39), st.data())
