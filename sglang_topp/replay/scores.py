@@ -553,13 +553,14 @@ class _SoftmaxOverSets(torch.autograd.Function):
         given = [grad for grad in (grad_logprobs, grad_tail) if grad is not None]
         if grad_n is not None:
             given.append(index.sum_candidates(grad_n.contiguous()))
+        if not given and grad_entropy is None:
+            return None, None, None, None, None, None
+        factor_T = functools.reduce(torch.add, given) if given else torch.zeros_like(entropy_T)
         of_entropy_m = None
         if grad_entropy is not None:
-            given.append(grad_entropy * entropy_T)
+            factor_T = torch.addcmul(factor_T, grad_entropy, entropy_T)
             of_entropy_m = grad_entropy.index_select(0, index.positions)
-        if not given:
-            return None, None, None, None, None, None
-        factor_T = -functools.reduce(torch.add, given)
+        factor_T = -factor_T
         factor_m = factor_T.index_select(0, index.positions)
         grad_m = gradient_of_softmax(logprobs_m, factor_m, of_entropy_m)
         if grad_logprobs is not None:
