@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
-from benchmarks.replay import TINY, H, T, V, make_sets
+from benchmarks.replay import TINY, H, T, V, make_sets, mask_logits
 from sglang_topp import CandidateSets
-from sglang_topp.replay import distillation_loss, mask_logits
+from sglang_topp.replay import distillation_loss
 
 __all__ = ["run"]
 

@@ -18,12 +18,20 @@ from benchmarks.harness.peak_memory import Work, compare_peaks
 from sglang_topp import CandidateSets
 from sglang_topp.replay import (
     Layout,
-    mask_logits,
     score,
     score_logits,
 )
 
-__all__ = ["candidate_head", "epochs", "full_head", "head_inputs", "make_sets", "run", "targets_of"]
+__all__ = [
+    "candidate_head",
+    "epochs",
+    "full_head",
+    "head_inputs",
+    "make_sets",
+    "mask_logits",
+    "run",
+    "targets_of",
+]
 
 T, H, V = 2048, 1024, 32_768
 TINY = (16, 8, 64)
@@ -172,6 +180,14 @@ def _picked(logprobs_TV: Tensor, targets: Tensor) -> Tensor:
 
 def targets_of(sets: CandidateSets, device: str = "cpu") -> Tensor:
     return torch.tensor(sets.sampled_ids, dtype=torch.int64, device=device)
+
+
+def mask_logits(logits_TV: Tensor, sets: CandidateSets) -> Tensor:
+    """Return a copy with minus infinity outside the sets, each of which has candidates."""
+    is_candidate = torch.zeros(logits_TV.shape, dtype=torch.bool)
+    places = np.repeat(np.arange(len(sets)) * logits_TV.shape[1], sets.sizes) + sets.token_ids
+    is_candidate.view(-1)[torch.from_numpy(places)] = True
+    return logits_TV.masked_fill(is_candidate.logical_not_(), -torch.inf)
 
 
 def dense_head(t: int, h: int, v: int, size: int | None = None) -> Work:

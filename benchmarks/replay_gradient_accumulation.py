@@ -2,9 +2,8 @@
 
 The benchmark compares the values of `weight_grad`, which decide how a micro-batch's backward pass adds to the
 head's accumulated gradient. With `"dense"`, the pass zeroes a new matrix of the head's size, fills a few of
-its rows, and adds the whole matrix. With `"sparse"`, the pass builds and adds a sparse matrix of these rows
-alone. With a buffer, the pass adds the rows to the buffer in place. The baseline computes full logits, and
-masks them.
+its rows, and adds the whole matrix. With a buffer, the pass adds the rows to the buffer in place. The
+baseline computes full logits, and masks them.
 
 The benchmark uses torch's default number of threads. torch's threads spin while they wait for each other. If
 other processes compete for the cores, a thread may spin for a whole time slice. On such a busy machine,
@@ -26,13 +25,13 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
-from benchmarks.replay import TINY, H, T, V, make_sets
+from benchmarks.replay import TINY, H, T, V, make_sets, mask_logits
 from sglang_topp import CandidateSets
-from sglang_topp.replay import mask_logits, score
+from sglang_topp.replay import score
 
 __all__ = ["run"]
 
-WAYS = ("dense", "sparse", "buffer")
+WAYS = ("dense", "buffer")
 VOCABULARIES = (32_768, 65_536, 151_936)
 STEPS = 10
 

@@ -33,12 +33,9 @@ __all__ = [
     "RowIds",
     "Segments",
     "Shard",
-    "dense_mask",
     "first_true",
-    "mask_logits",
     "reduce_max",
     "reduce_sum",
-    "vocab_range",
 ]
 
 
@@ -86,24 +83,6 @@ class Shard:
             return token_ids  # all are this rank's
         columns = token_ids - self.start
         return columns.masked_fill_((columns < 0) | (columns >= self.num_ids), self.num_ids)
-
-
-def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Return `(vocab_start, vocab_stop)` of one rank's rows of the LM head, as `torch.chunk` splits them.
-
-    The first shards hold `ceil(vocab_size / tp_size)` ids each. The last shards may hold fewer ids, or none.
-    For a head that is padded to a multiple of `tp_size`, pass the padded size.
-
-    Raises:
-        InvalidInputError: the rank is not within the group, or a size is not positive.
-    """
-    if vocab_size < 1 or tp_size < 1 or not 0 <= tp_rank < tp_size:
-        raise InvalidInputError(
-            f"got vocab_size={vocab_size}, tp_size={tp_size}, tp_rank={tp_rank};"
-            " expected positive sizes and 0 <= tp_rank < tp_size"
-        )
-    width = -(-vocab_size // tp_size)
-    return min(tp_rank * width, vocab_size), min((tp_rank + 1) * width, vocab_size)
 
 
 def reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -286,12 +265,6 @@ class CandidateIndex:
         """Return [T]: the sum of `values` [n] over the candidates of each position."""
         return torch.segment_reduce(values, "sum", offsets=self.span_offsets)
 
-    @functools.cached_property
-    def occurring_ids(self) -> Tensor:
-        """int64 [U]: this rank's columns that are candidates of any listed or dense position, ascending."""
-        ids: Tensor = torch.unique(torch.cat([self.gathered.ids, self.dense_ids.columns]))
-        return ids[ids < self.shard.num_ids]
-
     @classmethod
     def of(
         cls,
@@ -356,40 +329,7 @@ class CandidateIndex:
         return is_target.index_select(0, self.at), None if may_wait else is_absent
 
 
-def dense_mask(
-    sets: CandidateSets | CandidateTensors,
-    vocab_start: int,
-    vocab_local: int,
-    device: torch.device | str,
-) -> Tensor:
-    """Return bool [T, vocab_local], which is True where `vocab_start + column` is a candidate.
-
-    If a row's set is empty, every element of the row is True, because softmax over a row without a True would
-    be NaN. The mask is built without a loop and without waiting for the device.
-    """
-    tensors = _sets_on(sets, device)
-    shard = Shard(vocab_start, vocab_start + vocab_local, None)
-    every = RowIds(shard.columns(tensors.token_ids), tensors.offsets)
-    mask = every.mask(slice(0, len(tensors)), vocab_local)
-    return mask.logical_or_((tensors.offsets.diff() == 0)[:, None])
-
-
-def mask_logits(logits: Tensor, sets: CandidateSets | CandidateTensors, *, vocab_start: int = 0) -> Tensor:
-    """Return a copy of `logits` [T, V] with minus infinity outside the candidate sets.
-
-    A row of `logits` whose candidate set is empty is unchanged, because a row of only minus infinity would be
-    NaN after softmax, and a loss mask of 0 does not remove a NaN. `score_logits` scores such a row as 0.
-
-    Raises:
-        InvalidInputError: `logits` is not [T, V] for the T positions of the sets.
-    """
-    if logits.ndim != 2 or len(logits) != len(sets):
-        raise InvalidInputError(f"logits: got shape {tuple(logits.shape)}, expected [{len(sets)}, V]")
-    mask = dense_mask(sets, vocab_start, logits.shape[1], logits.device)
-    return logits.masked_fill(mask.logical_not_(), -torch.inf)
-
-
-def _sets_on(sets: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
+def _sets_on(sets: CandidateSets | CandidateTensors, device: torch.device) -> CandidateTensors:
     """Return the candidate sets as tensors on `device`, without log-probs if `sets` is a `CandidateSets`.
 
     Raises:

@@ -120,8 +120,7 @@ def distillation_loss(
             set, on all ranks, except the ids of the head's padding rows.
         temperature: the student's temperature, above 0, one number or [T]. The temperature has no gradient.
         chunk_rows: as in `score`.
-        weight_grad, backend: as in `score`. With mode "tail", `weight_grad` is "dense" or a buffer, because
-            every id has a gradient.
+        weight_grad, backend: as in `score`.
 
     Returns:
         The `DistillationLoss` of the T positions, on the inputs' device.
@@ -146,7 +145,6 @@ def distillation_loss(
         chunk_rows=chunk_rows,
         weight_grad=weight_grad,
         backend=backend,
-        needs_all=has_tail,
     )
     num_positions, device = len(hidden), hidden.device
     if len(teacher_sets) != num_positions:
@@ -158,14 +156,14 @@ def distillation_loss(
     counts = teacher_sets.sizes > 0
     if loss_mask is not None:
         counts &= as_bool_mask(loss_mask, num_positions)
-    teacher = _Teacher.of(
+    teacher_sets, log_teacher, log_others = _teacher(
         teacher_sets,
         counts,
-        num_ids=shard.count_ids(device) if has_tail else None,
-        smallest_tail=_SMALLEST_TAIL if reverse else 0.0,
+        shard.count_ids(device) if has_tail else None,
+        _SMALLEST_TAIL if reverse else 0.0,
     )
     index, _ = CandidateIndex.of(
-        teacher.sets,
+        teacher_sets,
         device,
         shard,
         smallest=1 if has_tail else 2,
@@ -174,14 +172,14 @@ def distillation_loss(
     )
     scores, log_tail = score_sets(policy, index, transform, each=True, tail=has_tail)
 
-    def terms(student: Tensor | None, log_teacher: NDArray[np.float64] | None) -> Tensor:
+    def terms(student: Tensor | None, log_probs: NDArray[np.float64] | None) -> Tensor:
         assert student is not None
-        teacher = torch.tensor(log_teacher, dtype=policy.dtype, device=device)
+        teacher = torch.tensor(log_probs, dtype=policy.dtype, device=device)
         return kl_terms(student, teacher) if reverse else kl_terms(teacher, student)
 
-    kl = index.sum_candidates(terms(scores.candidate_logprobs, teacher.logprobs))
+    kl = index.sum_candidates(terms(scores.candidate_logprobs, log_teacher))
     if log_tail is not None:
-        kl = kl + terms(log_tail, teacher.tail)
+        kl = kl + terms(log_tail, log_others)
     if (position := first_true(~kl.isfinite())) is not None:
         raise InvalidInputError(
             f"the KL at position {position} is {float(kl.detach()[position])}: this policy gives a candidate,"
@@ -199,62 +197,46 @@ def _check_names(direction: str, outside: str) -> None:
             raise InvalidInputError(f"{name}: got {got!r}, expected {known[0]!r} or {known[1]!r}")
 
 
-@dataclass(frozen=True)
-class _Teacher:
-    """The teacher's log-probs of the candidates, and optionally of the tail: all ids outside the set.
+def _teacher(
+    sets: CandidateSets, counts: NDArray[np.bool_], num_ids: int | None, smallest_tail: float
+) -> tuple[CandidateSets, NDArray[np.float64], NDArray[np.float64] | None]:
+    """Return the teacher's distribution at the positions where `counts` is True; other sets become empty.
 
-    The probabilities of the candidates and the tail sum to 1 at each position.
+    Args:
+        sets: the teacher's sets, with log-probs over the whole vocabulary.
+        counts: bool [T], True at the positions that enter the loss.
+        num_ids: the size of the vocabulary, or None for a distribution without a tail.
+        smallest_tail: the tail's probability is at least this, except at a set that is the whole vocabulary.
+
+    Returns:
+        The sets without tokens of zero probability, the log-probs [n] of their candidates, and the log-prob
+        [T] of all other ids, 0 where a set is empty. The probabilities at a position sum to 1.
+
+    Raises:
+        InvalidInputError: the sets have no log-probs.
+        InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
     """
-
-    sets: CandidateSets
-    """The teacher's sets of T positions, without tokens of zero probability.
-
-    A position that the loss ignores has an empty set.
-    """
-    logprobs: NDArray[np.float64]
-    """[n]: the normalized log-probs of the candidates."""
-    tail: NDArray[np.float64] | None
-    """[T]: the normalized log-prob of the tail, 0 where the set is empty; or None without a tail."""
-
-    @classmethod
-    def of(
-        cls, sets: CandidateSets, counts: NDArray[np.bool_], *, num_ids: int | None, smallest_tail: float
-    ) -> _Teacher:
-        """Build the teacher's distribution at the positions where `counts` is True.
-
-        Args:
-            sets: the teacher's sets, with log-probs over the whole vocabulary.
-            counts: bool [T], True at the positions that enter the loss.
-            num_ids: the size of the vocabulary, or None for a distribution without a tail.
-            smallest_tail: the lower limit for a tail's probability. The method raises lower probabilities to
-                `smallest_tail`. The limit does not apply to a set that is the whole vocabulary. The tail of
-                such a set has probability 0.
-
-        Raises:
-            InvalidInputError: the sets have no log-probs.
-            InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
-        """
-        if not sets.has_logprobs:
-            raise InvalidInputError(
-                "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
-            )
-        sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
-        logprobs = sets.logprobs.astype(np.float64)
-        log_mass = log_sum_exp(logprobs, sets.offsets)
-        if (t := first_true_on_host(log_mass > np.log1p(MASS_ERROR))) is not None:
-            raise InvalidCandidateSetsError(
-                "teacher_sets",
-                f"the probabilities at position {t} add up to {np.exp(log_mass[t]):.6g}, expected at most 1:"
-                " log-probs over the whole vocabulary",
-            )
-        log_total, log_tail = log_mass, None
-        if num_ids is not None:
-            tail = np.where(sets.sizes == num_ids, 0.0, np.maximum(-np.expm1(log_mass), smallest_tail))
-            with np.errstate(divide="ignore"):
-                log_tail = np.log(tail)
-            log_total = np.logaddexp(log_mass, log_tail)
-            log_tail = np.where(sets.sizes == 0, 0.0, log_tail - log_total)
-        return cls(sets, logprobs - np.repeat(log_total, sets.sizes), log_tail)
+    if not sets.has_logprobs:
+        raise InvalidInputError(
+            "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
+        )
+    sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
+    logprobs = sets.logprobs.astype(np.float64)
+    log_mass = log_sum_exp(logprobs, sets.offsets)
+    if (t := first_true_on_host(log_mass > np.log1p(MASS_ERROR))) is not None:
+        raise InvalidCandidateSetsError(
+            "teacher_sets",
+            f"the probabilities at position {t} add up to {np.exp(log_mass[t]):.6g}, expected at most 1:"
+            " log-probs over the whole vocabulary",
+        )
+    log_total, log_tail = log_mass, None
+    if num_ids is not None:
+        tail = np.where(sets.sizes == num_ids, 0.0, np.maximum(-np.expm1(log_mass), smallest_tail))
+        with np.errstate(divide="ignore"):
+            log_tail = np.log(tail)
+        log_total = np.logaddexp(log_mass, log_tail)
+        log_tail = np.where(sets.sizes == 0, 0.0, log_tail - log_total)
+    return sets, logprobs - np.repeat(log_total, sets.sizes), log_tail
 
 
 def _only(sets: CandidateSets, kept: NDArray[np.bool_]) -> CandidateSets:

@@ -1,12 +1,12 @@
-"""The LM head as a source of raw outputs, and the gradient of its weight: dense, sparse, or in a buffer.
+"""The LM head as a source of raw outputs, and the gradient of its weight: dense, or added to a buffer.
 
 A dense gradient has shape [V, H], even if few ids occur in the candidate sets. If only the candidates' logits
-are computed, the LM head spends nearly all of its time on the dense gradient. A sparse gradient has one row
-per distinct candidate id. If the caller passes a buffer [V, H], the backward adds the gradient to the
-buffer's rows at the candidate ids, and does not touch the buffer's other rows.
+are computed, the LM head spends nearly all of its time on the dense gradient. If the caller passes a buffer
+[V, H], the backward adds the gradient to the buffer's rows at the candidate ids, and does not touch the
+buffer's other rows.
 
 Shape legend: T positions, R rows of a pass, H hidden size, V ids held by this rank, C rows of a chunk, m
-candidates, U distinct ids.
+candidates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import gathered_products
-from sglang_topp.replay.candidate_index import CandidateIndex, Entries, Shard, reduce_sum
+from sglang_topp.replay.candidate_index import Entries, Shard, reduce_sum
 
 __all__ = [
     "HeadSource",
@@ -36,7 +36,7 @@ __all__ = [
     "refuse_dtensors",
 ]
 
-WeightGrad: TypeAlias = Literal["dense", "sparse"] | Tensor
+WeightGrad: TypeAlias = Literal["dense"] | Tensor
 
 _WEIGHT_ROWS = 1 << 13
 
@@ -183,8 +183,6 @@ class WeightGradSink:
         self._leaf = weight if weight.is_leaf else None
         self._is_grad = _is_its_grad(weight_grad, self._leaf)
         self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
-        self.index: CandidateIndex | None = None
-        """The candidates that the scores are over, or None."""
 
     def attach(self, weight: Tensor) -> Tensor:
         """Return the weight, such that its gradient goes through this object."""
@@ -208,29 +206,19 @@ class WeightGradSink:
         """Return the gradient for autograd, in the dtype of the weight, or None if it is in the buffer."""
         assert self._parts is not None
         (hidden, gathered, total), self._parts = self._parts, None
-        where, ops = self._where, self._ops
-        if isinstance(where, Tensor):
+        out = self._where if isinstance(self._where, Tensor) and total is None else total
+        if isinstance(self._where, Tensor):
             self._check_still_there()
-        out = where if isinstance(where, Tensor) and total is None else total
         if gathered is not None and out is not None:
-            ops.segment_add(out, hidden, gathered[0].by_distinct_id, gathered[1])
-        if isinstance(where, Tensor):
+            self._ops.segment_add(out, hidden, gathered[0].by_distinct_id, gathered[1])
+        if isinstance(self._where, Tensor):
             if total is not None:
-                where.add_(total)
+                self._where.add_(total)
             return self._for_megatron()
-        ids, rows = None, total
-        if rows is None and gathered is not None:
+        if total is None and gathered is not None:
             entries, grad_m = gathered
-            segments = entries.by_id if where == "dense" else entries.by_distinct_id
-            rows = ops.segment_sum(hidden, segments, grad_m, out_dtype=self._dtype)
-            ids = segments.out_rows
-        elif rows is not None and where == "sparse" and self.index is not None:
-            ids = self.index.occurring_ids
-            rows = rows.index_select(0, ids)
-        if rows is None or ids is None:
-            return None if rows is None else rows.to(self._dtype)
-        ids = torch.unique_consecutive(ids)  # on a GPU, empty segments repeat the last id
-        return _coo(ids, rows[: len(ids)].to(self._dtype), self._shape)
+            total = self._ops.segment_sum(hidden, entries.by_id, grad_m, out_dtype=self._dtype)
+        return None if total is None else total.to(self._dtype)
 
     def _check_still_there(self) -> None:
         if self._is_grad and not _is_its_grad(self._where, self._leaf):
@@ -253,8 +241,9 @@ class WeightGradSink:
         if not _is_main_grad(self._where, weight):
             return None
         weight.grad_added_to_main_grad = True
-        no_id = torch.empty(0, dtype=torch.int64, device=weight.device)
-        return _coo(no_id, weight.new_empty((0, *self._shape[1:])), self._shape)
+        no_id = torch.empty((1, 0), dtype=torch.int64, device=weight.device)
+        no_row = weight.new_empty((0, *self._shape[1:]))
+        return torch.sparse_coo_tensor(no_id, no_row, self._shape, is_coalesced=True, check_invariants=False)
 
 
 class _Deliver(torch.autograd.Function):
@@ -270,16 +259,16 @@ class _Deliver(torch.autograd.Function):
 
 
 def _check(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError unless `weight_grad` is "dense", "sparse", or a valid buffer for the gradient.
+    """Raise InvalidInputError unless `weight_grad` is "dense" or a valid buffer for the gradient.
 
     `dtype` is the dtype in which the backward sums the gradient.
     """
     if not isinstance(weight_grad, Tensor):
-        if isinstance(weight_grad, str) and weight_grad in ("dense", "sparse"):
+        if isinstance(weight_grad, str) and weight_grad == "dense":
             return
         hint = "; where weight.grad is None, set it to zeros first" if weight_grad is None else ""
         raise InvalidInputError(
-            f"weight_grad: got {weight_grad!r}, expected 'dense', 'sparse' or a buffer [V, H]{hint}"
+            f"weight_grad: got {weight_grad!r}, expected 'dense' or a buffer [V, H]{hint}"
         )
     if weight.requires_grad and not weight.is_leaf:
         raise InvalidInputError(
@@ -344,11 +333,6 @@ def _overlaps_itself(matrix: Tensor) -> bool:
     by_rows = column_stride > 0 and row_stride >= column_stride * columns
     by_columns = row_stride > 0 and column_stride >= row_stride * rows
     return not (by_rows or by_columns)
-
-
-def _coo(ids_U: Tensor, rows_UH: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced sparse tensor with the rows `rows_UH` at the ids `ids_U`, which must ascend."""
-    return torch.sparse_coo_tensor(ids_U[None], rows_UH, shape, is_coalesced=True, check_invariants=False)
 
 
 def _is_main_grad(buffer: WeightGrad, weight: Tensor) -> bool:

@@ -278,7 +278,8 @@ def gradient_of_softmax(logprobs: Tensor, factor: Tensor, grad_entropy: Tensor |
     """
     p = logprobs.exp()
     if grad_entropy is not None:
-        factor = torch.addcmul(factor, grad_entropy, logprobs.clamp(LOG_PROB_FLOOR), value=-1)
+        of_entropy = logprobs.clamp(LOG_PROB_FLOOR).mul_(grad_entropy)
+        factor = torch.sub(factor, of_entropy, out=of_entropy)
     return p.mul_(factor)
 
 

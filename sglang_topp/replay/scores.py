@@ -140,7 +140,7 @@ def score(
             the same sets again (policy, reference, PPO epochs), pass `sets.to_torch(device)` each time: the
             first call checks and indexes them. On a GPU, later calls and their backward passes do not wait
             for the device, and so return NaN at a position with an invalid value instead of raising an error.
-            Backend "torch", `weight_grad="sparse"`, and `full` always wait.
+            Backend "torch" and `full` always wait.
         bias: [V], the LM head's bias, or None.
         temperature: above 0, one number or [T]. It has no gradient.
         softcap: the soft cap of the logits, above 0, or None.
@@ -162,8 +162,7 @@ def score(
         chunk_rows: the number of positions whose logits over the whole vocabulary are computed at a time. By
             default, these logits take 256 MiB, or as much as `hidden` in the dtype of the sums. If one chunk
             holds all positions, the forward keeps the logits for the backward.
-        weight_grad: where the gradient of `weight` goes. "dense" gives autograd a tensor [V, H]. "sparse"
-            gives it a coalesced `torch.sparse_coo` tensor with one row per distinct candidate id. Or a buffer
+        weight_grad: where the gradient of `weight` goes. "dense" gives autograd a tensor [V, H]. Or a buffer
             [V, H], such as `weight.grad` or Megatron's `weight.main_grad`, in the dtype of `weight` or of the
             sums, to which each backward pass adds the gradient in place; `weight` must then be a parameter.
             See [](../../how-to/train.md) for what each is for.
@@ -189,9 +188,8 @@ def score(
         chunk_rows=chunk_rows,
         weight_grad=weight_grad,
         backend=backend,
-        needs_all=sets is None or full,
     )
-    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
+    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -255,7 +253,7 @@ def score_logits(
         _chunk_rows(chunk_rows, shard, dtype, _LOGITS_CHUNK_BYTES),
         "logits",
     )
-    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
+    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +272,6 @@ class Policy:
     chunk_rows: int
     dense: Literal["head", "logits"]
     """The key of `DENSE_SHARES` that tells which positions are dense."""
-    sink: WeightGradSink | None = None
 
     @classmethod
     def of_head(
@@ -289,11 +286,8 @@ class Policy:
         chunk_rows: int | None,
         weight_grad: WeightGrad,
         backend: str,
-        needs_all: bool,
     ) -> Policy:
         """Build the policy `softmax(head(hidden))`. `score` defines the arguments.
-
-        `needs_all` tells whether a score needs all logits.
 
         Raises:
             InvalidInputError: an argument is not valid, or does not match another one.
@@ -302,11 +296,6 @@ class Policy:
         dtype = accumulation_dtype(hidden=hidden, weight=weight)
         ops = products_of(backend, hidden, dtype)
         sink = WeightGradSink(weight_grad, weight, hidden, dtype, ops)
-        if needs_all and isinstance(weight_grad, str) and weight_grad == "sparse":
-            raise InvalidInputError(
-                "weight_grad: got 'sparse', expected 'dense' or a buffer: over the whole vocabulary every id"
-                " has a gradient"
-            )
         # Each chunk adds to the whole gradient of the weight, so large batches have large chunks.
         num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
         return cls(
@@ -317,7 +306,6 @@ class Policy:
             scaling,
             _chunk_rows(chunk_rows, shard, dtype, num_bytes),
             "head",
-            sink,
         )
 
     def transform(self, device: torch.device, num_positions: int, *, may_wait: bool = True) -> LogitTransform:
@@ -352,57 +340,59 @@ def _chunk_rows(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_by
     return chunk_rows or max(1, num_bytes // max(1, shard.num_ids * dtype.itemsize))
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    entropy: bool
-    full: bool
-    per_candidate: bool
-    kl_to: Tensor | None
-
-    @property
-    def values_of_candidates(self) -> bool:
-        """Whether a score needs a value for each candidate, so that all of them must be listed."""
-        return self.per_candidate or self.kl_to is not None
-
-
 def _score(
-    policy: Policy, targets: Tensor, sets: CandidateSets | CandidateTensors | None, asked: _Asked
+    policy: Policy,
+    targets: Tensor,
+    sets: CandidateSets | CandidateTensors | None,
+    entropy: bool,
+    full: bool,
+    per_candidate: bool,
+    kl_to: Tensor | None,
 ) -> Scores:
     if sets is None:
-        _refuse_without_sets(asked)
+        for name, is_asked in (
+            ("full", full),
+            ("per_candidate", per_candidate),
+            ("kl_to", kl_to is not None),
+        ):
+            if is_asked:
+                raise InvalidInputError(
+                    f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
+                )
         columns = _columns(targets, policy.shard, checks=True)
         transform = policy.transform(targets.device, len(targets))
         vocab = policy.over_vocabulary(
-            None, columns, transform, dropped=[_drop_none], picks=None, entropy=asked.entropy
+            None, columns, transform, dropped=[_drop_none], picks=None, entropy=entropy
         )
-        _, (full,) = evaluate(None, vocab, policy.source, *policy.tensors)
-        _check_numbers(full.logprobs, "over the vocabulary ", "its logits")
-        return Scores(full.logprobs, full.entropy)
+        _, (over_all,) = evaluate(None, vocab, policy.source, *policy.tensors)
+        _check_numbers(over_all.logprobs, "over the vocabulary ", "its logits")
+        return Scores(over_all.logprobs, over_all.entropy)
     if len(sets) != len(targets):
         raise InvalidInputError(
             f"sets: got {len(sets)} positions for {len(targets)} targets; select both with the same"
             " RowSelection"
         )
+    each = per_candidate or kl_to is not None  # then all candidates are listed
     # If all candidates are listed, existing logits and a pass over all positions give each one's logit.
-    has_logits = asked.values_of_candidates and (asked.full or policy.dense == "logits")
+    has_logits = each and (full or policy.dense == "logits")
     index, may_wait = CandidateIndex.of(
         sets,
         targets.device,
         policy.shard,
-        lists_all=asked.values_of_candidates,
+        lists_all=each,
         dense=None if has_logits else policy.dense,
     )
     is_target, is_absent = index.find_targets(targets, may_wait=may_wait)
-    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or asked.full)
+    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or full)
     scores, _ = score_sets(
         policy,
         index,
         transform,
         is_target=is_target,
-        columns=_columns(targets, policy.shard, checks=asked.full),
-        entropy=asked.entropy,
-        each=asked.values_of_candidates,
-        full=asked.full,
+        columns=_columns(targets, policy.shard, checks=full),
+        entropy=entropy,
+        each=each,
+        full=full,
     )
     _check_numbers(scores.full_logprobs, "over the vocabulary ", "its logits")
     if is_absent is None:
@@ -410,8 +400,8 @@ def _score(
     else:
         # Where the host has not waited for the device, a position whose set lacks its target scores NaN.
         scores = _multiplied(scores, torch.where(is_absent, torch.nan, 1.0).to(policy.dtype), index)
-    if asked.kl_to is not None and scores.candidate_logprobs is not None:
-        other = _other_policy(asked.kl_to, index, policy.dtype)
+    if kl_to is not None and scores.candidate_logprobs is not None:
+        other = _other_policy(kl_to, index, policy.dtype)
         kl = index.sum_candidates(kl_terms(scores.candidate_logprobs, other))
         if is_absent is None and (position := first_true(~kl.isfinite())) is not None:
             raise InvalidInputError(
@@ -419,7 +409,7 @@ def _score(
                 " the other policy gives a candidate no probability, or NaN"
             )
         scores = replace(scores, kl=kl)
-    return scores if asked.per_candidate else replace(scores, candidate_logprobs=None)
+    return scores if per_candidate else replace(scores, candidate_logprobs=None)
 
 
 def _multiplied(scores: Scores, factor: Tensor, index: CandidateIndex) -> Scores:
@@ -454,8 +444,6 @@ def score_sets(
         full: score over the vocabulary too.
         tail: all ids outside of a set are one more outcome. Then no position is dense.
     """
-    if policy.sink is not None:
-        policy.sink.index = index
     num_ids, gathered = policy.shard.num_ids, index.gathered
     has_dense = len(index.dense_rows) > 0 and not index.lists_dense
     at_dense, picks = index.dense_ids, index.dense_ids if index.lists_dense else None
@@ -565,13 +553,14 @@ class _SoftmaxOverSets(torch.autograd.Function):
         given = [grad for grad in (grad_logprobs, grad_tail) if grad is not None]
         if grad_n is not None:
             given.append(index.sum_candidates(grad_n.contiguous()))
+        if not given and grad_entropy is None:
+            return None, None, None, None, None, None
+        factor_T = functools.reduce(torch.add, given) if given else torch.zeros_like(entropy_T)
         of_entropy_m = None
         if grad_entropy is not None:
-            given.append(grad_entropy * entropy_T)
+            factor_T = torch.addcmul(factor_T, grad_entropy, entropy_T)
             of_entropy_m = grad_entropy.index_select(0, index.positions)
-        if not given:
-            return None, None, None, None, None, None
-        factor_T = -functools.reduce(torch.add, given)
+        factor_T = -factor_T
         factor_m = factor_T.index_select(0, index.positions)
         grad_m = gradient_of_softmax(logprobs_m, factor_m, of_entropy_m)
         if grad_logprobs is not None:
@@ -609,15 +598,6 @@ class _KlTerms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(None if slope is None else slope * grad for slope in ctx.saved_tensors)
-
-
-def _refuse_without_sets(asked: _Asked) -> None:
-    for name in ("full", "per_candidate", "kl_to"):
-        got = getattr(asked, name)
-        if got is not None and got is not False:
-            raise InvalidInputError(
-                f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
-            )
 
 
 def _columns(targets: Tensor, shard: Shard, *, checks: bool) -> Tensor:

@@ -34,6 +34,14 @@ def targets_of(sets: CandidateSets) -> Tensor:
     return torch.tensor(sets.sampled_ids, dtype=torch.int64)
 
 
+def dense_mask(sets: CandidateSets, vocab_size: int) -> Tensor:
+    """Return bool [T, vocab_size], True at the candidates, and everywhere in a row without candidates."""
+    mask = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
+    for t, (ids, _) in enumerate(sets):
+        mask[t, torch.tensor(ids, dtype=torch.int64) if len(ids) else slice(None)] = True
+    return mask
+
+
 def head_logits(
     hidden: Tensor,
     weight: Tensor,

@@ -30,7 +30,6 @@ from sglang_topp.replay import (
     replayed_old_logprobs,
     score,
     score_logits,
-    vocab_range,
 )
 
 H = 19
@@ -38,6 +37,12 @@ SIZES = [3, SINGLE, 7, EMPTY, 5, 2, SINGLE, EMPTY, 5, 4, 2]
 T = len(SIZES)
 VALUES = ("logprobs", "entropy", "candidate_logprobs", "kl", "full_logprobs", "full_entropy")
 FORMS = [(direction, outside) for direction in ("forward", "reverse") for outside in ("tail", "renormalized")]
+
+
+def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Return the first and the last + 1 row of a rank's head, as `torch.chunk` splits them."""
+    width = -(-vocab_size // tp_size)
+    return min(tp_rank * width, vocab_size), min((tp_rank + 1) * width, vocab_size)
 
 
 @contextmanager
@@ -174,25 +179,24 @@ def distilled(group) -> dict[str, float]:
 
 
 def weight_grads(group) -> dict[str, float]:
-    """Compare gradients of two micro-batches, in a buffer of this rank's rows or sparse, with one process."""
+    """Compare gradients of two micro-batches, in a buffer of this rank's rows, with one process."""
     out = {}
     for vocab, vocab_size in ((61, None), (9, 8)):
         start, stop = vocab_range(vocab, dist.get_world_size(group), dist.get_rank(group))
         hidden, weight = leaves(draw(T, H), draw(vocab, H))
-        local_hidden, local_weight, sparse_weight = leaves(hidden, weight[start:stop], weight[start:stop])
+        local_hidden, local_weight = leaves(hidden, weight[start:stop])
         local_weight.main_grad = torch.zeros_like(local_weight.detach())
         for seed in range(2):
             sets = random_sets(SIZES, vocab_size or vocab, seed=seed)
             asked = {"targets": targets_of(sets).clamp(min=0), "sets": sets, "vocab_size": vocab_size}
             sharded = asked | {"tp_group": group, "vocab_start": start}
             mixed(values_of(score(hidden, weight, **asked))).backward()
-            for mine, where in ((local_weight, local_weight.main_grad), (sparse_weight, "sparse")):
-                mixed(values_of(score(local_hidden, mine, **sharded, weight_grad=where))).backward()
+            sharded["weight_grad"] = local_weight.main_grad
+            mixed(values_of(score(local_hidden, local_weight, **sharded))).backward()
         assert local_weight.grad is None
         pairs = [
             (local_weight.main_grad, weight.grad[start:stop]),
-            (sparse_weight.grad.to_dense(), weight.grad[start:stop]),
-            (local_hidden.grad, 2 * hidden.grad),
+            (local_hidden.grad, hidden.grad),
         ]
         out[f"gradient of the head in a buffer, vocab {vocab}"] = worst(pairs)
     return out

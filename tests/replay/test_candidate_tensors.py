@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import Scores, dense_mask, mask_logits, score, score_logits
+from sglang_topp.replay import Scores, score, score_logits
 from tests.fake_gpu import forbid_waits, gpu
 
 pytestmark = pytest.mark.usefixtures("dense")
@@ -85,19 +85,17 @@ def test_the_whole_vocabulary_beside_the_support():
         assert all(map(torch.equal, with_gradients(*from_logits(tensors, full=True)), want))
 
 
-@pytest.mark.parametrize("weight_grad", ["sparse", "buffer"])
-def test_other_gradients_of_the_head(weight_grad):
-    def gradients(candidates) -> Tensor:
+def test_a_buffer_for_the_gradient_of_the_head():
+    def gradient(candidates) -> Tensor:
         weight, buffer = draw(V, H).requires_grad_(), torch.zeros(V, H)
-        where = buffer if weight_grad == "buffer" else weight_grad
-        score(draw(T, H), weight, TARGETS, candidates, weight_grad=where).logprobs.sum().backward()
-        return buffer if weight_grad == "buffer" else weight.grad.to_dense()
+        score(draw(T, H), weight, TARGETS, candidates, weight_grad=buffer).logprobs.sum().backward()
+        return buffer
 
     tensors = SETS.to_torch()
-    want = gradients(SETS)
+    want = gradient(SETS)
     assert want.any()
-    assert torch.equal(gradients(tensors), want)
-    assert torch.equal(gradients(tensors), want)
+    assert torch.equal(gradient(tensors), want)
+    assert torch.equal(gradient(tensors), want)
 
 
 def test_one_index_for_each_shard_of_the_vocabulary():
@@ -122,13 +120,6 @@ def test_an_index_that_was_built_in_inference_mode_serves_gradients():
     assert all(map(torch.equal, with_gradients(*from_head(tensors)), want))
 
 
-def test_masks():
-    tensors, logits = SETS.to_torch(), draw(T, V)
-    for start in (0, 10):
-        assert torch.equal(dense_mask(tensors, start, 20, "cpu"), dense_mask(SETS, start, 20, "cpu"))
-    assert torch.equal(mask_logits(logits, tensors), mask_logits(logits, SETS))
-
-
 def test_on_a_cpu_every_use_checks_every_value():
     tensors = SETS.to_torch()
     shifted = TARGETS.roll(1)
@@ -149,8 +140,6 @@ def test_tensors_of_another_device_are_refused():
         logits, targets = draw(T, V).to("cuda"), TARGETS.to("cuda")
         with pytest.raises(InvalidInputError, match=r"sets: they are on cpu, expected cuda:0; call"):
             score_logits(logits, targets, tensors)
-        with pytest.raises(InvalidInputError, match="sets: they are on cpu"):
-            mask_logits(logits, tensors)
 
 
 @pytest.fixture
@@ -175,7 +164,6 @@ def test_the_second_use_does_not_wait_for_the_gpu(on_gpu: CandidateTensors):
     with forbid_waits():
         scores = score_logits(logits, sets=on_gpu, **ASKED, **options)
         (scores.logprobs.sum() * weights + scores.entropy.sum()).backward()
-        mask_logits(logits.detach(), on_gpu)
     for got, expected in zip(values_of(scores).values(), want, strict=False):
         torch.testing.assert_close(got.detach().cpu(), expected)
 

@@ -1,4 +1,4 @@
-"""The head's gradient equals autograd's dense one, whether it is dense, sparse, or added to a buffer."""
+"""The head's gradient equals autograd's dense one, whether it is dense or added to a buffer."""
 
 from __future__ import annotations
 
@@ -40,15 +40,6 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return leaves(draw(T, H, dtype=dtype), draw(V, H, dtype=dtype))
 
 
-def ids_that_occur(*batches: int) -> torch.Tensor:
-    """Return the ids that occur in sets of two or more candidates."""
-    entries = [
-        torch.tensor(sets.token_ids)[torch.tensor(sets.sizes).repeat_interleave(torch.tensor(sets.sizes)) > 1]
-        for sets in (random_sets(SIZES, V, seed=batch) for batch in batches)
-    ]
-    return torch.cat(entries).unique()
-
-
 def accumulated(dtype: torch.dtype, batches: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `hidden` and `weight` that autograd accumulates over micro-batches."""
     hidden, weight = inputs(dtype)
@@ -88,84 +79,29 @@ def test_a_float32_buffer_under_half_precision_is_not_rounded(chunk, dtype):
     assert error(own_grad, exact.grad) < 3 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", [*WIDE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("there", [False, True], ids=["none", "dense"])
-def test_a_sparse_gradient_equals_the_dense_one(there, dtype):
-    hidden, weight = inputs(dtype)
-    if there:
-        weight.grad = torch.zeros_like(weight)
-    before = weight.grad
-    for batch in range(3):
-        value_of(hidden, weight, "sparse", batch=batch).backward()
-    dense_hidden, dense_weight = accumulated(dtype, 3)
-    assert torch.equal(hidden.grad, dense_hidden)
-    if there:
-        assert weight.grad is before
-        assert torch.equal(weight.grad, dense_weight)
-        return
-    summed = weight.grad.coalesce()
-    assert torch.equal(summed.indices()[0], ids_that_occur(0, 1, 2))
-    assert error(summed.to_dense(), dense_weight) <= (2 * torch.finfo(dtype).eps)
-
-
-def test_a_sparse_gradient_is_coalesced_and_has_the_rows_that_occur():
-    hidden, weight = inputs()
-    (gradient,) = torch.autograd.grad(value_of(hidden, weight, "sparse"), weight)
-    assert gradient.is_coalesced()
-    assert torch.equal(gradient.indices()[0], ids_that_occur(0))
-    assert gradient.dtype == weight.dtype
-    assert torch.equal(gradient.to_dense(), accumulated(torch.float32, 1)[1])
-    # Autograd clears the flag when it puts the tensor in `.grad`. The values are the same.
-    with torch.sparse.check_sparse_tensor_invariants():
-        torch.sparse_coo_tensor(gradient.indices(), gradient.values(), gradient.shape, is_coalesced=True)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_optimizers_take_a_sparse_gradient(optimizer):
-    hidden, weight = inputs()
-    before = weight.detach().clone()
-    step = optimizer([weight], lr=0.1)
-    for _ in range(2):
-        step.zero_grad()
-        value_of(hidden.detach(), weight, "sparse").backward()
-        step.step()
-    moved = (weight != before).any(dim=1).nonzero().squeeze(1)
-    assert torch.equal(moved, ids_that_occur(0))
-    if optimizer is torch.optim.SGD:
-        _, dense = inputs()
-        for _ in range(2):
-            dense.grad = None
-            value_of(hidden.detach(), dense).backward()
-            dense.data -= 0.1 * dense.grad
-        assert error(weight, dense) < 1e-6
-
-
 class _Through(torch.autograd.Function):
     """Return the gradient that `weight_grad` writes to a buffer, for gradcheck."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, kind):
+    def forward(ctx, hidden, weight):
         with torch.enable_grad():
             ctx.leaves = leaves(hidden, weight)
             ctx.buffer = torch.zeros_like(weight)
-            ctx.value = value_of(*ctx.leaves, ctx.buffer if kind == "buffer" else kind)
+            ctx.value = value_of(*ctx.leaves, ctx.buffer)
         return ctx.value.detach()
 
     @staticmethod
     def backward(ctx, grad):
         hidden, weight = ctx.leaves
-        hidden.grad = weight.grad = None
+        hidden.grad = None
         ctx.buffer.zero_()
         ctx.value.backward(grad, retain_graph=True)
-        return hidden.grad, ctx.buffer if weight.grad is None else weight.grad.to_dense(), None
+        assert weight.grad is None
+        return hidden.grad, ctx.buffer
 
 
-@pytest.mark.parametrize("kind", ["buffer", "sparse"])
-def test_gradcheck(kind):
-    hidden, weight = inputs(torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda *both: _Through.apply(*both, kind), (hidden, weight), fast_mode=True
-    )
+def test_gradcheck():
+    assert torch.autograd.gradcheck(_Through.apply, tuple(inputs(torch.float64)), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -232,7 +168,7 @@ def test_a_weight_that_is_also_the_embedding():
 
 
 @pytest.mark.parametrize("dense", ["none"], indirect=True)
-def test_neither_a_buffer_nor_a_sparse_gradient_needs_a_tensor_as_large_as_the_head():
+def test_a_buffer_needs_no_tensor_as_large_as_the_head():
     vocab, width = 50_000, 8
     sets = random_sets([5] * 40, vocab)
     hidden, weight = leaves(draw(40, width), draw(vocab, width))
@@ -250,11 +186,10 @@ def test_neither_a_buffer_nor_a_sparse_gradient_needs_a_tensor_as_large_as_the_h
                     self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize * made)
             return result
 
-    for where in (buffer, "sparse"):
-        with Largest() as largest:
-            got = score(hidden, weight, targets_of(sets), sets, weight_grad=where)
-            torch.autograd.grad(got.logprobs.sum(), [hidden, weight], allow_unused=True)
-        assert 0 < largest.numel <= 40 * 5 * width
+    with Largest() as largest:
+        got = score(hidden, weight, targets_of(sets), sets, weight_grad=buffer)
+        torch.autograd.grad(got.logprobs.sum(), [hidden, weight], allow_unused=True)
+    assert 0 < largest.numel <= 40 * 5 * width
 
 
 def test_layouts_in_memory():
@@ -325,7 +260,7 @@ def test_weight_grad_is_not_exchanged_between_forward_and_backward():
 
 
 ERRORS = {
-    "got None, expected 'dense', 'sparse' or a buffer.*; where weight.grad is None": lambda w: None,
+    "got None, expected 'dense' or a buffer.*; where weight.grad is None": lambda w: None,
     "got 'main_grad', expected": lambda w: "main_grad",
     r"got shape \(60, 19\) .* expected a dense \(61, 19\)": lambda w: torch.zeros(V - 1, H),
     "got shape .* and layout torch.sparse_coo": lambda w: torch.zeros(V, H).to_sparse(),

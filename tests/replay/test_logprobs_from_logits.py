@@ -7,6 +7,7 @@ import torch
 from replay_oracle import (
     EMPTY,
     SINGLE,
+    dense_mask,
     error,
     full_scores,
     leaves,
@@ -18,7 +19,7 @@ from replay_oracle import (
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay import dense_mask, mask_logits, score_logits
+from sglang_topp.replay import score_logits
 
 pytestmark = pytest.mark.usefixtures("dense")
 
@@ -247,25 +248,6 @@ def test_padded_columns_have_no_probability(sets):
         score_logits(padded, targets.index_fill(0, torch.tensor([2]), 62), vocab_size=V)
 
 
-def test_dense_mask_and_mask_logits(sets):
-    mask = dense_mask(sets, 0, V, "cpu")
-    for t, (ids, _) in enumerate(sets):
-        assert mask[t].nonzero().squeeze(1).tolist() == (sorted(ids) if len(ids) else list(range(V)))
-    # The shards of a vocabulary are columns of the whole.
-    assert torch.equal(torch.cat([dense_mask(sets, a, 10, "cpu") for a in range(0, 70, 10)], 1)[:, :V], mask)
-    assert dense_mask(CandidateSets.empty(0), 0, 4, "cpu").shape == (0, 4)
-
-    logits = make(torch.float64).requires_grad_()
-    before = logits.detach().clone()
-    masked = mask_logits(logits, sets)
-    assert torch.equal(logits, before)
-    assert bool((masked.isneginf() == ~mask).all())
-    plain = torch.log_softmax(masked, 1).gather(1, all_targets(sets)[:, None]).squeeze(1)
-    replayed = score_logits(logits, targets_of(sets), sets).logprobs
-    has_set = torch.tensor(SIZES) > 0
-    assert error(replayed[has_set], plain[has_set]) < 1e-13
-
-
 def test_masked_losses_and_gradients_are_equal_where_spans_are_empty(sets):
     loss_mask = (torch.tensor(SIZES) > 0).double()
     assert 0 < loss_mask.sum() < len(loss_mask)
@@ -273,7 +255,7 @@ def test_masked_losses_and_gradients_are_equal_where_spans_are_empty(sets):
     for dense in (True, False):
         logits = make(torch.float64).requires_grad_()
         if dense:
-            rows = torch.log_softmax(mask_logits(logits, sets), 1)
+            rows = torch.log_softmax(logits.masked_fill(~dense_mask(sets, V), -torch.inf), 1)
             logprobs = rows.gather(1, all_targets(sets)[:, None]).squeeze(1)
         else:
             logprobs = score_logits(logits, targets_of(sets), sets).logprobs
@@ -324,8 +306,6 @@ def test_targets_are_integers(targets):
 
 
 def test_more_errors(sets):
-    with pytest.raises(InvalidInputError, match=r"logits: got shape \(10, 61\), expected \[11, V\]"):
-        mask_logits(make()[1:], sets)
     with pytest.raises(InvalidCandidateSetsError, match="outside the vocabulary of 60"):
         score_logits(make()[:, :60], targets_of(sets), sets)
 

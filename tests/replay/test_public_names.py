@@ -16,14 +16,11 @@ def test_exported_names():
         "ReplayMetrics",
         "RowSelection",
         "Scores",
-        "dense_mask",
         "distillation_loss",
-        "mask_logits",
         "replay_metrics",
         "replayed_old_logprobs",
         "score",
         "score_logits",
-        "vocab_range",
     ]
     assert all(hasattr(sglang_topp.replay, name) for name in sglang_topp.replay.__all__)
 

@@ -24,9 +24,7 @@ from sglang_topp.replay import (
     DistillationLoss,
     Layout,
     Scores,
-    dense_mask,
     distillation_loss,
-    mask_logits,
     replay_metrics,
     replayed_old_logprobs,
     score,
@@ -193,14 +191,6 @@ def test_the_last_id_keeps_its_gradient(weight_grad):
     want = run("cpu")
     assert want[int(sets.token_ids.max())].any()
     assert error(got.cpu(), want.double()) <= torch.finfo(torch.bfloat16).eps
-
-
-def test_masks():
-    logits = draw(len(SETS), V)
-    with gpu():
-        mask, masked = dense_mask(SETS, 0, V, "cuda"), mask_logits(logits.to("cuda"), SETS)
-    assert torch.equal(mask.cpu(), dense_mask(SETS, 0, V, "cpu"))
-    assert torch.equal(masked.cpu(), mask_logits(logits, SETS))
 
 
 def test_layout_old_logprobs_and_metrics():

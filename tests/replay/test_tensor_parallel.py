@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import vocab_range
-
 HERE = Path(__file__).parent
 # Each rank loads torch, and this machine need not have many cores.
 LIMIT_S = 300
@@ -54,12 +51,3 @@ def test_equals_one_process(ranks, tmp_path):
         for case, difference in results.items():
             # bfloat16: the ranks' float32 parts are summed before they are rounded, once.
             assert difference <= (2**-8 if "bfloat16" in case else 1e-12), f"rank {rank}: {case}"
-
-
-def test_vocab_range():
-    assert [vocab_range(61, 4, rank) for rank in range(4)] == [(0, 16), (16, 32), (32, 48), (48, 61)]
-    assert [vocab_range(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert vocab_range(7, 1, 0) == (0, 7)
-    for arguments in ((0, 1, 0), (5, 0, 0), (5, 2, 2), (5, 2, -1)):
-        with pytest.raises(InvalidInputError, match="expected positive sizes"):
-            vocab_range(*arguments)

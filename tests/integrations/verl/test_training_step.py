@@ -27,12 +27,12 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
-from sglang_topp.replay import dense_mask
 from sglang_topp_integrations import verl as adapter
 from sglang_topp_integrations.verl import FIELD, ReplayEngine, packed_sets
 from tests.integrations.verl.conftest import Run
 from tests.integrations.verl.local_actors import LocalHandle, LocalWorkerGroup, RecordingServer
 from tests.local_ray import run_local_ray
+from tests.replay.replay_oracle import dense_mask
 
 NUM_PROMPTS, NUM_SAMPLES, TURN = 3, 1, 80
 DP_SIZE = 4  # 6 trajectories need 2 rows of padding
@@ -324,7 +324,7 @@ def dense_outputs(
     engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
 ) -> Any:
     """verl's own scores of logits that a dense mask has set to a number whose probability is 0."""
-    mask = dense_mask(packed_sets(micro_batch), 0, output.logits.shape[-1], output.logits.device)
+    mask = dense_mask(packed_sets(micro_batch), output.logits.shape[-1]).to(output.logits.device)
     output.logits = output.logits.masked_fill(~mask, -1e30)
     return FSDPEngineWithLMHead.prepare_model_outputs(
         engine, output, output_args, micro_batch, logits_processor_func
