@@ -53,7 +53,14 @@ __all__ = [
 
 
 class SglangToppError(Exception):
-    """The base class of every exception that sglang-topp raises on purpose."""
+    """The base class of every exception that sglang-topp raises on purpose.
+
+    Attributes:
+        prompt_index: the index of the prompt that failed, if a call with `return_exceptions` returns the
+            error. None if the whole call ended.
+    """
+
+    prompt_index: int | None = None
 
 
 class InvalidInputError(SglangToppError, ValueError):

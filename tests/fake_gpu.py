@@ -118,6 +118,9 @@ class GpuTensor(torch.Tensor):
     is_cuda = property(lambda self: True)
     is_meta = property(lambda self: False)
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 

@@ -30,7 +30,7 @@ from sglang_topp_client.resume import OnAbort, OnTimeout, mark_interruptible, pl
 from sglang_topp_client.rollout import Rollout, Score
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
-from sglang_topp_client.transport.http import ServerConfig, check_key, server_urls
+from sglang_topp_client.transport.server_config import ServerConfig, check_key, server_urls
 from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
@@ -271,12 +271,34 @@ class AsyncRolloutClient:
             requests, self._options("generate", options, DEFAULT_TIMEOUT_S, return_exceptions)
         )
 
+    @overload
     def stream(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams = None,
+        *,
+        return_exceptions: Literal[False] = False,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncGenerator[Rollout, None]:
+    ) -> AsyncGenerator[Rollout, None]: ...
+
+    @overload
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[Rollout | SglangToppError, None]: ...
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams = None,
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[Any, None]:
         """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
         The client sends no request before the caller asks for the first sample. Once 1,024 finished samples
@@ -288,9 +310,12 @@ class AsyncRolloutClient:
 
         There is no time limit by default, because `timeout_s` also counts the time that the caller spends
         between samples.
+
+        With `return_exceptions`, the iterator yields an error for each failed sample, whose `prompt_index`
+        tells the prompt.
         """
         requests = _plan(prompts, sampling_params, options)
-        return self._stream(requests, self._options("stream", options, None))
+        return self._stream(requests, self._options("stream", options, None, return_exceptions))
 
     @overload
     async def resume(
@@ -425,12 +450,26 @@ class AsyncRolloutClient:
             requests, self._options("score", options, DEFAULT_TIMEOUT_S, return_exceptions)
         )
 
+    @overload
     def stream_scores(
-        self, sequences: Sequences, **options: Unpack[ScoreOptions]
-    ) -> AsyncGenerator[Score, None]:
+        self,
+        sequences: Sequences,
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[ScoreOptions],
+    ) -> AsyncGenerator[Score, None]: ...
+
+    @overload
+    def stream_scores(
+        self, sequences: Sequences, *, return_exceptions: bool, **options: Unpack[ScoreOptions]
+    ) -> AsyncGenerator[Score | SglangToppError, None]: ...
+
+    def stream_scores(
+        self, sequences: Sequences, *, return_exceptions: bool = False, **options: Unpack[ScoreOptions]
+    ) -> AsyncGenerator[Any, None]:
         """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
         requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return self._stream(requests, self._options("stream_scores", options, None))
+        return self._stream(requests, self._options("stream_scores", options, None, return_exceptions))
 
     # -- requests in flight ------------------------------------------------------------------------
 
@@ -571,14 +610,13 @@ class AsyncRolloutClient:
         """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
 
         Args:
-            base_url: the server to query. By default, a client that was created with one URL queries that
-                server. A client that was created with a list of URLs queries all servers, and returns a
-                mapping from each URL to the server's answer.
+            base_url: the server to ask, by default the first.
         """
-        if base_url is None and not isinstance(self._base_url, str):
-            return await self._runs.servers.infos()
-        (info,) = (await self._runs.servers.infos([base_url or self._configs[0].base_url])).values()
-        return info
+        return await self._runs.servers.info(self._configs[0].base_url if base_url is None else base_url)
+
+    async def server_infos(self) -> dict[str, dict[str, Any]]:
+        """Return what `server_info` returns for each server, by its URL."""
+        return {config.base_url: await self.server_info(config.base_url) for config in self._configs}
 
     async def check_servers(self) -> None:
         """Check that no server or gateway drops a field that this client needs.

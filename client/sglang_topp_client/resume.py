@@ -29,7 +29,7 @@ from sglang_topp_client.requests import (
     one_each,
     plan,
 )
-from sglang_topp_client.rollout import ABORT, Rollout
+from sglang_topp_client.rollout import ABORT, Rollout, find_problems
 
 __all__ = [
     "OnAbort",
@@ -227,15 +227,8 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
 def _check_whole(name: str, rollout: Rollout) -> None:
     if not len(rollout.prompt_ids):
         raise InvalidInputError(f"{name}.prompt_ids: got none, expected at least one token")
-    num_tokens = len(rollout.output_ids)
-    lengths: dict[str, int] = {"logprobs": len(rollout.logprobs)}
-    if rollout.candidates is not None:
-        lengths["candidates"] = len(rollout.candidates)
-    if rollout.weight_spans is not None:
-        lengths["weight_spans"] = sum(count for _, count in rollout.weight_spans)
-    for field, length in lengths.items():
-        if length != num_tokens:
-            raise InvalidInputError(f"{name}.{field}: got {length} for {num_tokens} output_ids")
+    for field, problem in find_problems(rollout):
+        raise InvalidInputError(f"{name}.{field}: {problem}")
 
 
 def _check_same(name: str, rollout: Rollout, wanted: SampleRequest) -> None:

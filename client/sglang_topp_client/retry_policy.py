@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from sglang_topp.errors import (
     AbortedError,
@@ -13,11 +18,15 @@ from sglang_topp.errors import (
     TransportError,
 )
 
-__all__ = ["RetryBudget", "is_retryable"]
+__all__ = ["RetryBudget", "delay_s", "is_retryable", "retrying"]
+
+_T = TypeVar("_T")
 
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
 _MAX_RETRY_AFTER_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class RetryBudget:
@@ -57,6 +66,29 @@ class RetryBudget:
             self._num_left -= 1
         self._num_failures += 1
         return delay_s(self._num_failures, error)
+
+
+async def retrying(
+    attempt: Callable[[], Awaitable[_T]], max_retries: int, *, deadline: float = math.inf
+) -> _T:
+    """Make a request that may be repeated, and repeat it after a retryable error.
+
+    Args:
+        attempt: makes the request.
+        max_retries: the maximum number of retries.
+        deadline: the time of the event loop after which no retry begins.
+    """
+    clock = asyncio.get_running_loop().time
+    budget = RetryBudget(max_retries)
+    while True:
+        try:
+            return await attempt()
+        except SglangToppError as error:
+            wait_s = budget.next_delay_s(error)
+            if wait_s is None or clock() + wait_s >= deadline:
+                raise
+            _log.info("a request is retried in %.2f s: %s", wait_s, error)
+        await asyncio.sleep(wait_s)
 
 
 def is_retryable(error: SglangToppError) -> bool:

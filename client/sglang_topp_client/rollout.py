@@ -28,6 +28,7 @@ __all__ = [
     "EXTENDED",
     "FIELDS",
     "SAMPLER",
+    "Count",
     "Field",
     "Logprobs",
     "Probability",
@@ -59,10 +60,11 @@ Logprobs: TypeAlias = NDArray[np.float32]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 Source: TypeAlias = Annotated[str, Meta(pattern=f"^({DISTRIBUTION}|{SAMPLER})$")]
 Probability: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
-WeightSpans: TypeAlias = tuple[tuple[str, int], ...]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+WeightSpans: TypeAlias = tuple[tuple[str, Count], ...]
 """One pair `(weight version, number of tokens)` for each run of tokens of one version, in the tokens'
 order."""
-TokenRanges: TypeAlias = tuple[tuple[int, int], ...]
+TokenRanges: TypeAlias = tuple[tuple[Count, Count], ...]
 """Pairs `(start, end)` of positions, ascending and without overlap."""
 
 
@@ -269,6 +271,7 @@ def _fields_of(result: type[Rollout | Score]) -> tuple[Field, ...]:
         kinds = get_args(hints[one.name])
         is_optional = NoneType in kinds
         kind = kinds[0] if is_optional else hints[one.name]
+        kind = Count if kind is int else kind
         declared.append(Field(one.name, kind, is_optional, one.default, one.metadata.get("count", "")))
     return tuple(declared)
 

@@ -9,7 +9,8 @@ that the engine has aborted gets a coroutine of its own if the caller wants it r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -38,8 +39,8 @@ from sglang_topp_client.resume import (
 from sglang_topp_client.retry_policy import RetryBudget, is_retryable
 from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
 from sglang_topp_client.servers import Kind, Server, Servers
-from sglang_topp_client.transport.extra_headers import ROUTING_KEY
 from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.server_config import ROUTING_KEY
 
 __all__ = ["Place", "Run", "RunOptions"]
 
@@ -62,13 +63,13 @@ _MAX_WAITING_RESULTS = 1024
 _FILE_WAIT_S = 0.1
 # An engine that aborted a sample before its first token would probably abort the next request too.
 _FIRST_RESUME_WAIT_S, _MAX_RESUME_WAIT_S = 0.05, 2.0
-# At the deadline, the caller gets its error first. Canceling hundreds of calls may take a second.
-_CALLER_FIRST_S = 0.02
 # After `stop`, a server that sends nothing for this many seconds is given up. A sidecar first waits for its
 # engine.
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 # An engine ignores an abort for a request that has not reached it yet, so `stop` repeats each abort.
 _REPEAT_ABORT_S = 0.25
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,28 @@ class RunOptions:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass
 class _Job:
-    """The rest of the work of one coroutine.
+    """The rest of the work of one coroutine: the samples of a prompt, or the rest of one sample.
 
     Attributes:
         wanted: the caller's request for complete samples of one prompt.
-        request: the request to send: `wanted`, or the request for the rest of one sample.
-        part: the earlier part of that sample, or None.
+        part: the earlier part of the one sample, or None.
+        request: the request to send: `wanted`, or the request for the rest of the sample.
         wait_s: how long to wait before the first call.
         missing: the sample indices that no server has returned yet.
         server, exchange: the call in flight; the server is None between two calls.
+        expiry: ends the job at once when it is rescheduled.
     """
 
-    wanted: SampleRequest
-    request: SampleRequest
-    part: Rollout | None = None
-    wait_s: float = 0.0
-    missing: set[int] = field(init=False)
-    server: Server | None = None
-    exchange: _Exchange | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, wanted: SampleRequest, part: Rollout | None = None, sample: int = 0, wait_s: float = 0.0
+    ) -> None:
+        self.wanted, self.part, self.wait_s = wanted, part, wait_s
+        self.request = wanted if part is None else continuation_request(part, wanted, sample)
         self.missing = set(self.request.samples)
+        self.server: Server | None = None
+        self.exchange: _Exchange | None = None
+        self.expiry = asyncio.timeout(None)
 
 
 class Run(Generic[Result]):
@@ -123,6 +123,7 @@ class Run(Generic[Result]):
 
     Args:
         servers: the client's servers on this event loop.
+        running: the calls in progress on this event loop, to which this one adds itself.
         requests: one request for each prompt.
         options: the caller's options.
         existing: rollouts to continue, by prompt index. Such a prompt has one sample, which continues the
@@ -136,16 +137,15 @@ class Run(Generic[Result]):
     def __init__(
         self,
         servers: Servers,
+        running: set[Run[Any]],
         requests: Sequence[SampleRequest],
         options: RunOptions,
         existing: Mapping[int, Rollout] | None = None,
     ) -> None:
         self.name = options.request_id
-        self.missing = {
-            (request.prompt_index, sample): None for request in requests for sample in request.samples
-        }
-        self._servers, self._requests, self._options = servers, requests, options
-        self._existing = existing or {}
+        self.missing = {(one.prompt_index, sample): None for one in requests for sample in one.samples}
+        self._servers, self._running = servers, running
+        self._requests, self._options, self._existing = requests, options, existing or {}
         self._of_scores = isinstance(requests[0], ScoreRequest)
         self._clock = asyncio.get_running_loop().time
         self._deadline = None if options.timeout_s is None else self._clock() + options.timeout_s
@@ -153,9 +153,9 @@ class Run(Generic[Result]):
         self._max_waiting = _MAX_WAITING_RESULTS
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._stop = asyncio.Event()
+        self._jobs: set[_Job] = set()
         self._received_at = 0.0
-        self._is_ending = False
+        self._aborting: asyncio.Task[None] | None = None
         self._too_late: RequestTimeoutError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -167,10 +167,10 @@ class Run(Generic[Result]):
         Errors are yielded only if `RunOptions.keeps_going` is set; otherwise the first one is raised. Leaving
         the generator aborts what is unfinished.
         """
-        timer = None
-        if self._deadline is not None:
-            timer = asyncio.get_running_loop().call_at(self._deadline, self._time_out)
-        task = self._task = asyncio.create_task(self._all_prompts())
+        loop = asyncio.get_running_loop()
+        timer = None if self._deadline is None else loop.call_at(self._deadline, self._time_out)
+        task = self._task = loop.create_task(self._all_prompts())
+        self._running.add(self)
         task.add_done_callback(self._end)
         try:
             noun = "scores" if self._of_scores else "rollouts"
@@ -183,11 +183,18 @@ class Run(Generic[Result]):
                     if not isinstance(item[1], SglangToppError):
                         bar.add(len(item[1].logprobs))
                     yield item
-            if self._too_late is not None:
-                raise self._too_late
-            if task.cancelled():
-                raise AbortedError(f"request {self.name} was aborted by this client")
-            task.result()
+            error: BaseException | None = self._too_late
+            if error is None and task.cancelled():
+                error = AbortedError(f"request {self.name} was aborted by this client")
+            elif error is None:
+                error = task.exception()
+            if isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if isinstance(error, SglangToppError) and self._options.keeps_going:
+                for place in list(self.missing):
+                    yield place, error
+            elif error is not None:
+                raise error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -199,35 +206,35 @@ class Run(Generic[Result]):
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once all calls have ended."""
-        if self._task is None:
-            callback()
-        else:
-            self._task.add_done_callback(lambda _: callback())
-
     def cancel(self) -> None:
         """End all calls. The caller gets an AbortedError."""
-        self._is_ending = True
         if self._task is not None and not self._task.cancelling():
             self._task.cancel()
 
+    def abort(self) -> None:
+        """End all calls as the caller's `on_abort` says: with partial samples, or with an AbortedError."""
+        if self.returns_parts:
+            self._stop()
+        else:
+            self.cancel()
+
     @property
-    def can_stop(self) -> bool:
+    def returns_parts(self) -> bool:
         """Whether the caller takes partial samples when the call is aborted."""
         return self._options.on_abort == "return"
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Abort all samples, but keep the connections, so that what was generated still arrives."""
-        self._received_at = self._clock()
-        self._stop.set()
-        # The caller may have stopped taking results, and the prompts must end all the same.
-        self._max_waiting = 1 << 60
-        self._has_room.set()
+        if self._aborting is None:
+            self._received_at = self._clock()
+            self._aborting = asyncio.create_task(self._abort_jobs())
+            # The caller may have stopped taking results, and the prompts must end all the same.
+            self._max_waiting = 1 << 60
+            self._has_room.set()
 
     def _time_out(self) -> None:
         if self._options.on_timeout == "return":
-            self.stop()
+            self._stop()
             return
         noun = "sequence" if self._of_scores else "sample"
         causes = [server.paused or str(server.error or "") for server in self._servers.all]
@@ -235,10 +242,14 @@ class Run(Generic[Result]):
             f"timeout_s: {self._options.timeout_s} s passed before every {noun} finished; None sets no limit"
             + "".join(f"\n  {cause}" for cause in causes if cause)
         )
+        # The caller gets its error first, because canceling hundreds of calls may take a second.
         self._results.put_nowait(None)
-        asyncio.get_running_loop().call_later(_CALLER_FIRST_S, self.cancel)
+        self.cancel()
 
     def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(self)
+        if self._aborting is not None:
+            self._aborting.cancel()
         self._results.put_nowait(None)
         if not task.cancelled():
             # asyncio logs an exception that no code retrieves, and a caller that has stopped iterating does
@@ -246,60 +257,69 @@ class Run(Generic[Result]):
             task.exception()
 
     def _deliver(self, place: Place, result: Rollout | Score | SglangToppError) -> None:
-        del self.missing[place]
-        self._results.put_nowait((place, result))
-        if self._results.qsize() >= self._max_waiting:
-            self._has_room.clear()
+        if self._too_late is None:
+            del self.missing[place]
+            self._results.put_nowait((place, result))
+            if self._results.qsize() >= self._max_waiting:
+                self._has_room.clear()
 
     # -- the prompts -------------------------------------------------------------------------------
 
     async def _all_prompts(self) -> None:
         """Start a coroutine for each prompt, as far as `max_connections` allows, and wait for all."""
-        try:
-            async with asyncio.TaskGroup() as self._group:
-                for wanted in self._requests:
-                    part = self._existing.get(wanted.prompt_index)
-                    if part is not None:
-                        part = replace(part, prompt_index=wanted.prompt_index, sample_index=0)
-                        if (whole := as_finished(part, wanted)) is not None:
-                            self._deliver((wanted.prompt_index, 0), whole)
-                            continue
-                    await self._has_room.wait()
-                    await self._servers.slots.acquire()
-                    request = wanted if part is None else continuation_request(part, wanted, 0)
-                    self._start(_Job(wanted, request, part)).add_done_callback(self._free_slot)
-                    # Starting a call takes a millisecond, and there may be a thousand.
-                    await asyncio.sleep(0)
-        except ExceptionGroup as failed:
-            first = failed.exceptions[0]
-        else:
-            return
-        # Raised inside of the `except` block, `first` would lose its own context or cause.
-        raise first
-
-    def _start(self, job: _Job) -> asyncio.Task[None]:
-        return self._group.create_task(self._prompt(job))
+        async with asyncio.TaskGroup() as self._group:
+            for wanted in self._requests:
+                part = self._existing.get(wanted.prompt_index)
+                if part is not None:
+                    part = replace(part, prompt_index=wanted.prompt_index, sample_index=0)
+                    if (whole := as_finished(part, wanted)) is not None:
+                        self._deliver((wanted.prompt_index, 0), whole)
+                        continue
+                await self._has_room.wait()
+                await self._servers.slots.acquire()
+                task = self._group.create_task(self._prompt(_Job(wanted, part)))
+                task.add_done_callback(self._free_slot)
+                # Starting a call takes a millisecond, and there may be a thousand.
+                await asyncio.sleep(0)
 
     def _free_slot(self, _: object) -> None:
         self._servers.slots.release()
 
     async def _prompt(self, job: _Job) -> None:
         """Carry one prompt, or the rest of one sample, to its end."""
+        self._jobs.add(job)
         try:
-            if self.can_stop or self._options.on_timeout == "return":
-                await self._until_stopped(job)
-            else:
-                await self._until_complete(job)
+            await self._until_stopped(job)
         except SglangToppError as error:
             if not self._options.keeps_going:
-                self._is_ending = True
                 raise
+            error.prompt_index = job.wanted.prompt_index
             for sample in job.missing:
                 self._deliver((job.wanted.prompt_index, sample), error)
+        finally:
+            self._jobs.discard(job)
 
     async def _resume(self, job: _Job) -> None:
         async with self._servers.slots:
             await self._prompt(job)
+
+    async def _until_stopped(self, job: _Job) -> None:
+        """Get the missing samples. Those that `_abort_jobs` does not wait for come without new tokens."""
+        try:
+            if self._aborting is None:
+                async with job.expiry:
+                    await self._until_complete(job)
+        except TimeoutError:
+            if not job.expiry.expired():
+                raise
+        for sample in sorted(job.missing):
+            if (nothing := empty_rollout(job.request, sample, self.name)) is None:
+                raise RolloutError(
+                    f"request {self.name} was aborted before the engine had tokenized prompt"
+                    f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give the"
+                    " prompt as ids to get a rollout without tokens"
+                )
+            self._take(job, job.request.routing_key, sample, nothing)
 
     async def _until_complete(self, job: _Job) -> None:
         """Ask servers for the missing samples until none is missing."""
@@ -323,6 +343,7 @@ class Run(Generic[Result]):
                 else:
                     failed.add(server)
                     if is_retryable(error) and self._servers.has_ready(without=failed):
+                        _log.info("request %s moves from %s: %s", self.name, server.base_url, error)
                         continue
                     has_begun = job.exchange is not None and job.exchange.has_begun
                     if (delay_s := budget.next_delay_s(error, has_begun=has_begun)) is None:
@@ -331,6 +352,11 @@ class Run(Generic[Result]):
                         raise
                     failed.clear()
                     wait_s = delay_s
+                _log.log(
+                    logging.WARNING if isinstance(error, FileLimitError) else logging.INFO,
+                    "request %s is retried in %.2f s after %s: %s",
+                    *(self.name, wait_s, server.base_url, error),
+                )
             await asyncio.sleep(wait_s)
 
     def _budget(self, job: _Job) -> RetryBudget:
@@ -393,7 +419,7 @@ class Run(Generic[Result]):
             result = replace(result, routing_key=key)
             if job.part is not None:
                 result = join_parts(job.part, result)
-            if result.finish_reason == ABORT and not self._stop.is_set():
+            if result.finish_reason == ABORT and self._aborting is None:
                 if self._options.on_abort == "raise":
                     raise AbortedError(
                         "an abort, a pause, or a weight update ended a sample; on_abort='resume' continues it"
@@ -412,44 +438,29 @@ class Run(Generic[Result]):
         job.missing.discard(sample)
 
     def _continue(self, wanted: SampleRequest, sample: int, part: Rollout, wait_s: float) -> None:
-        if not self._is_ending:
-            request = continuation_request(part, wanted, sample)
-            self._group.create_task(self._resume(_Job(wanted, request, part, wait_s)))
+        self._group.create_task(self._resume(_Job(wanted, part, sample, wait_s)))
 
-    async def _until_stopped(self, job: _Job) -> None:
-        """Do the same as `_until_complete`. After `stop`, abort the call in flight, and deliver what arrived.
+    async def _abort_jobs(self) -> None:
+        """Abort the calls in flight until they end, and end a job whose server sends nothing for `_GRACE_S`.
 
-        The abort is repeated until the call ends, or the server sends nothing for `_GRACE_S`. Samples that
-        are still missing then are delivered without new tokens.
+        A job that ends without its samples delivers them without new tokens.
         """
-        work = asyncio.ensure_future(self._until_complete(job))
-        stop = asyncio.ensure_future(self._stop.wait())
         sent: dict[str, asyncio.Task[None]] = {}
         try:
-            if not self._stop.is_set():
-                await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            while not work.done() and job.server is not None and job.exchange is not None:
-                for name in job.exchange.open_ids():
-                    if name not in sent or sent[name].done():
-                        sent[name] = asyncio.create_task(_abort(job.server, name))
-                grace_s = _GRACE_S[await job.server.kind()]
-                if (left_s := self._received_at + grace_s - self._clock()) <= 0:
-                    break
-                await asyncio.wait({work}, timeout=min(left_s, _REPEAT_ABORT_S))
+            while True:
+                for job in list(self._jobs):
+                    server, now = job.server, self._clock()
+                    if server is None or now >= self._received_at + _GRACE_S[await server.kind()]:
+                        if not job.expiry.expired():
+                            job.expiry.reschedule(now)
+                    elif job.exchange is not None:
+                        for name in job.exchange.open_ids():
+                            if name not in sent or sent[name].done():
+                                sent[name] = asyncio.create_task(_abort(server, name))
+                await asyncio.sleep(_REPEAT_ABORT_S)
         finally:
-            for future in (stop, work, *sent.values()):
-                future.cancel()
-            await asyncio.wait({stop, work, *sent.values()})
-        if not work.cancelled():
-            work.result()
-        for sample in sorted(job.missing):
-            if (nothing := empty_rollout(job.request, sample, self.name)) is None:
-                raise RolloutError(
-                    f"request {self.name} was aborted before the engine had tokenized prompt"
-                    f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give the"
-                    " prompt as ids to get a rollout without tokens"
-                )
-            self._take(job, job.request.routing_key, sample, nothing)
+            for task in sent.values():
+                task.cancel()
 
     def _hear(self) -> None:
         self._received_at = self._clock()

@@ -6,18 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from sglang_topp.errors import SglangToppError
 from sglang_topp_client.requests import SampleRequest
-from sglang_topp_client.rollout import Rollout, Score
+from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.run import Place, Run, RunOptions
-from sglang_topp_client.servers import Kind, Server, Servers
-from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_client.servers import Kind, Servers
+from sglang_topp_client.transport.server_config import ServerConfig
 
 __all__ = ["Runs"]
-
-_Result = TypeVar("_Result", Rollout, Score)
 
 # A stopped call ends after at most 10 s, and its aborts are sent within three seconds.
 _OTHER_LOOPS_S = 15.0
@@ -73,14 +70,10 @@ class Runs:
     ) -> AsyncGenerator[tuple[Place, Any], None]:
         """Yield each result of a new call with its place, as it arrives; see `Run`."""
         here = self._here()
-        run: Run[Any] = Run(here.servers, requests, options, existing)
-        here.runs.add(run)
-        try:
-            async with aclosing(run.results()) as results:
-                async for item in results:
-                    yield item
-        finally:
-            run.when_done(lambda: here.runs.discard(run))
+        run: Run[Any] = Run(here.servers, here.runs, requests, options, existing)
+        async with aclosing(run.results()) as results:
+            async for item in results:
+                yield item
 
     async def gather(
         self,
@@ -88,22 +81,10 @@ class Runs:
         options: RunOptions,
         existing: Mapping[int, Rollout] | None = None,
     ) -> list[Any]:
-        """Return the results of a new call in the order of its prompts.
-
-        With `RunOptions.keeps_going`, the entry of a sample that failed is its error. So is the entry of each
-        sample that was unfinished when the whole call ended, for example because the time limit passed.
-        """
-        outcomes: dict[Place, Any] = {}
-        places = [(request.prompt_index, sample) for request in requests for sample in request.samples]
-        try:
-            async for place, outcome in self.stream(requests, options, existing):
-                outcomes[place] = outcome
-        except SglangToppError as error:
-            if not options.keeps_going:
-                raise
-            for place in places:
-                outcomes.setdefault(place, error)
-        return [outcomes[place] for place in places]
+        """Return the results of a new call in the order of its prompts."""
+        async with aclosing(self.stream(requests, options, existing)) as results:
+            outcomes = {place: outcome async for place, outcome in results}
+        return [outcomes[place] for place in sorted(outcomes)]
 
     async def abort(self, request_id: str) -> int:
         """Abort the calls with the id `request_id`; see `AsyncRolloutClient.abort`."""
@@ -127,10 +108,7 @@ class Runs:
         runs = [run for run in here.runs if run.name == request_id]
         counts.append(sum(len({prompt for prompt, _ in run.missing}) for run in runs))
         for run in runs:
-            if run.can_stop:
-                run.stop()
-            else:
-                run.cancel()
+            run.abort()
         for run in runs:
             await run.wait()
         if runs:
@@ -139,10 +117,10 @@ class Runs:
     async def abort_all(self) -> None:
         """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
         here = self._here()
-        stopped = [run for run in here.runs if run.can_stop]
+        stopped = [run for run in here.runs if run.returns_parts]
         for run in stopped:
-            run.stop()
-        await here.servers.on_all(Server.abort_all)
+            run.abort()
+        await here.servers.on_all(lambda server: server.abort(None))
         for run in stopped:
             await run.wait()
 

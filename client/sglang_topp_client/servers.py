@@ -17,7 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from sglang_topp.errors import (
@@ -37,10 +37,11 @@ from sglang_topp_client.protocols.lost_fields import (
 from sglang_topp_client.protocols.sglang import TOKENIZE_PATH, tokenize_body, tokenized_ids
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.requests import Messages
-from sglang_topp_client.retry_policy import delay_s, is_retryable
+from sglang_topp_client.retry_policy import delay_s, is_retryable, retrying
 from sglang_topp_client.transport import fd_limit
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.http import HttpClient, ServerConfig
+from sglang_topp_client.transport.http import HttpClient
+from sglang_topp_client.transport.server_config import ServerConfig
 
 __all__ = ["Kind", "Server", "Servers"]
 
@@ -60,9 +61,12 @@ _INFO_TIMEOUT_S = 30.0
 # A new engine compiles kernels during its first request, so a short time limit would expire too early.
 _FIELD_CHECK_TIMEOUT_S = 120.0
 _ABORT_TIMEOUT_S = 3.0
-# A sidecar answers `/abort` only after its engine has stopped the request, so a short time limit would expire
-# too early.
-_SIDECAR_ABORT_TIMEOUT_S = 10.0
+# The route, the field of one request's id, the field for all requests, and the time limit. A sidecar answers
+# only after its engine has stopped the request, so a short time limit would expire too early.
+_ABORTS: dict[Kind, tuple[str, str, str, float]] = {
+    "sglang": ("/abort_request", "rid", "abort_all", _ABORT_TIMEOUT_S),
+    "sidecar": ("/abort", "request_id", "all", 10.0),
+}
 # A server counts as busier than another one if it has over so many samples more in flight. One server made
 # all samples of a prompt, so calls that prefer the same server often follow each other.
 _MAX_AHEAD = 8
@@ -100,8 +104,7 @@ class Server:
         self._calls: set[asyncio.Timeout] = set()
         self._heard_at = 0.0
         self._watch: asyncio.Task[None] | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
-        self._unsent_aborts: set[str] = set()
+        self._aborts: dict[str, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return self.base_url
@@ -220,19 +223,17 @@ class Server:
             TransportError: the server hangs.
             SglangToppError: as for `HttpClient.post`.
         """
-        expiry = asyncio.timeout(None)
 
         def received() -> None:
-            self._hear()
+            self._heard_at = self._clock()
             on_received()
 
         try:
-            async with expiry:
+            async with asyncio.timeout(None) as expiry:
                 if not self._calls:
-                    self._hear()
-                self._calls.add(expiry)
-                if self._watch is None:
+                    self._heard_at = self._clock()
                     self._watch = asyncio.create_task(self._watch_calls())
+                self._calls.add(expiry)
                 try:
                     async with self._http.post(path, body, headers=headers, on_received=received) as messages:
                         yield messages
@@ -240,7 +241,6 @@ class Server:
                     self._calls.discard(expiry)
                     if not self._calls and self._watch is not None:
                         self._watch.cancel()
-                        self._watch = None
         except TimeoutError:
             if not expiry.expired():
                 raise
@@ -249,13 +249,10 @@ class Server:
                 f" answered none of {_MAX_FAILED_PROBES} probes"
             ) from None
 
-    def _hear(self) -> None:
-        self._heard_at = self._clock()
-
     async def _watch_calls(self) -> None:
-        """Probe the server whenever it is silent for too long, until `post` cancels this task."""
+        """Probe the server whenever it is silent for too long, and end its calls if it hangs."""
         num_failed = 0
-        while True:
+        while num_failed < _MAX_FAILED_PROBES:
             silent_s = self._clock() - self._heard_at
             if silent_s < _SILENCE_S:
                 await asyncio.sleep(_SILENCE_S - silent_s)
@@ -266,18 +263,18 @@ class Server:
             status = await self._http.probe(path, timeout_s=_PROBE_TIMEOUT_S)
             if self._heard_at > began:
                 continue
-            if status is not None:
-                self._hear()
+            if status is None:
+                num_failed += 1
+            else:
+                self._heard_at = self._clock()
                 self._note_pause(path == "/ready" and status == 503)
-                num_failed = 0
-                continue
-            num_failed += 1
-            if num_failed == _MAX_FAILED_PROBES:
-                self._watch = None
-                for expiry in self._calls:
-                    expiry.reschedule(self._clock())
-                self._calls.clear()
-                return
+        _log.warning(
+            "%s hangs: nothing arrived for %g s, and then it answered none of %d probes; its %d calls fail",
+            *(self.base_url, _SILENCE_S, _MAX_FAILED_PROBES, len(self._calls)),
+        )
+        for expiry in self._calls:
+            expiry.reschedule(self._clock())
+        self._calls.clear()
 
     def _note_pause(self, is_paused: bool) -> None:
         """Log that calls wait for a paused engine, and that they go on."""
@@ -297,28 +294,20 @@ class Server:
 
     # -- aborts ------------------------------------------------------------------------------------
 
-    async def abort(self, request_id: str) -> int:
+    async def abort(self, request_id: str | None) -> int:
         """Ask the server to abort a request, and return how many prompts a sidecar says that it aborted.
 
         An engine does not say whether it knew the id, and its aborts are not counted.
 
         Args:
             request_id: the request's id on this server: for an engine, the engine's id; for a sidecar, the
-                `request_id` that the sidecar received.
+                `request_id` that the sidecar received. None aborts every request in the engine.
         """
-        if await self.kind() == "sglang":
-            await self._abort_in_engine({"rid": request_id})
-            return 0
-        answer = await self._abort_by_sidecar({"request_id": request_id})
+        path, name, everything, timeout_s = _ABORTS[await self.kind()]
+        body = {everything: True} if request_id is None else {name: request_id}
+        answer = await self._http.request_json("POST", path, body, timeout_s=timeout_s)
         count = answer.get("aborted") if isinstance(answer, dict) else None
         return count if type(count) is int else 0
-
-    async def abort_all(self) -> None:
-        """Ask the server to abort every request in the engine."""
-        if await self.kind() == "sidecar":
-            await self._abort_by_sidecar({"all": True})
-        else:
-            await self._abort_in_engine({"abort_all": True})
 
     def abort_soon(self, engine_ids: Collection[str]) -> None:
         """Ask the engine to abort requests that the caller has abandoned, and return at once.
@@ -328,31 +317,23 @@ class Server:
         ignored.
         """
         for engine_id in engine_ids:
-            self._unsent_aborts.add(engine_id)
-            task = asyncio.create_task(self._abort_once(engine_id))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            self._aborts[engine_id] = asyncio.create_task(self._abort_once(engine_id))
 
     async def _abort_once(self, engine_id: str) -> None:
-        await self._http.tell("/abort_request", {"rid": engine_id}, timeout_s=_ABORT_TIMEOUT_S)
-        self._unsent_aborts.discard(engine_id)
+        with suppress(SglangToppError):
+            await self._http.request("POST", "/abort_request", {"rid": engine_id}, timeout_s=_ABORT_TIMEOUT_S)
+        self._aborts.pop(engine_id, None)
 
     async def aborts_sent(self) -> None:
         """Wait for the aborts that `abort_soon` has begun, at most three seconds."""
         if self._aborts:
-            await asyncio.wait(self._aborts)
+            await asyncio.wait(self._aborts.values())
         # An event loop that ends cancels its tasks, and then closes the connections.
-        await asyncio.gather(*map(self._abort_once, list(self._unsent_aborts)))
+        await asyncio.gather(*map(self._abort_once, list(self._aborts)))
 
     async def close(self) -> None:
         """Wait for the aborts that are under way, and close every connection."""
         await self._http.aclose()
-
-    async def _abort_in_engine(self, body: dict[str, Any]) -> None:
-        await self._http.request_json("POST", "/abort_request", body, timeout_s=_ABORT_TIMEOUT_S)
-
-    async def _abort_by_sidecar(self, body: dict[str, Any]) -> Any:
-        return await self._http.request_json("POST", "/abort", body, timeout_s=_SIDECAR_ABORT_TIMEOUT_S)
 
     # -- load --------------------------------------------------------------------------------------
 
@@ -363,28 +344,15 @@ class Server:
             return True
         return self._clock() >= self._retry_at and not self.num_in_flight
 
-    @contextmanager
-    def carrying(self, num_samples: int, number: int) -> Generator[None, None, None]:
-        """Count the samples of the call number `number` as this server's load, and note whether it fails.
+    def note_success(self) -> None:
+        """Note that a call succeeded, which ends the delays after failures."""
+        self._num_failures, self._retry_at, self.error = 0, 0.0, None
 
-        A retryable error in the `with` block counts as the server's failure, and a delay begins in which it
-        isn't ready. Each further failure in a row roughly doubles the delay (`delay_s`).
+    def note_failure(self, error: SglangToppError) -> None:
+        """Note that a call failed, and begin a delay in which the server isn't ready.
+
+        Each further failure in a row roughly doubles the delay (`delay_s`).
         """
-        self._last_call = number
-        self.num_in_flight += num_samples
-        try:
-            yield
-        except SglangToppError as error:
-            # A lack of file descriptors in this process is no failure of the server.
-            if is_retryable(error) and not isinstance(error, FileLimitError):
-                self._note_failure(error)
-            raise
-        else:
-            self._num_failures, self._retry_at, self.error = 0, 0.0, None
-        finally:
-            self.num_in_flight -= num_samples
-
-    def _note_failure(self, error: SglangToppError) -> None:
         self.error = error
         now = self._clock()
         if now < self._retry_at:
@@ -446,24 +414,32 @@ class Servers:
         if not ready:
             return min(fresh, key=lambda server: (server._retry_at, server.num_in_flight))
         least_busy = min(ready, key=lambda server: (server.num_in_flight, server._last_call))
-        if routing_key:
-            for server in ready:
-                if (
-                    server.issued(routing_key)
-                    and server.num_in_flight <= least_busy.num_in_flight + _MAX_AHEAD
-                ):
-                    return server
-        return least_busy
+        same = next((server for server in ready if routing_key and server.issued(routing_key)), least_busy)
+        return same if same.num_in_flight <= least_busy.num_in_flight + _MAX_AHEAD else least_busy
 
     @contextmanager
     def pick(
         self, num_samples: int, routing_key: str = "", *, without: Collection[Server] = ()
     ) -> Generator[Server, None, None]:
-        """Choose the server for a call of `num_samples` samples, which runs in the `with` block."""
+        """Choose the server for a call of `num_samples` samples, which runs in the `with` block.
+
+        The samples count as the server's load, and a retryable error in the block as its failure.
+        """
         server = self.choose(routing_key, without=without)
         self._num_calls += 1
-        with server.carrying(num_samples, self._num_calls):
+        server._last_call = self._num_calls
+        server.num_in_flight += num_samples
+        try:
             yield server
+        except SglangToppError as error:
+            # A lack of file descriptors in this process is no failure of the server.
+            if is_retryable(error) and not isinstance(error, FileLimitError):
+                server.note_failure(error)
+            raise
+        else:
+            server.note_success()
+        finally:
+            server.num_in_flight -= num_samples
 
     def none_answers(self, error: SglangToppError) -> TransportError | None:
         """If no server answers, return a TransportError that names every server.
@@ -492,38 +468,26 @@ class Servers:
                 raise failure
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
-    async def infos(self, base_urls: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return each server's answer to `/info` or `/server_info`, by base URL.
+    async def info(self, base_url: str) -> dict[str, Any]:
+        """Return one server's answer to `/info` or `/server_info`.
 
         Raises:
-            InvalidInputError: one of `base_urls` does not belong to one of the client's servers.
-            SglangToppError: a server does not answer, reports an error, or sends an answer that is not a JSON
-                object.
+            InvalidInputError: no server of the client has this base URL.
+            SglangToppError: the server does not answer, reports an error, or sends an answer that is not a
+                JSON object.
         """
-        by_url = {server.base_url: server for server in self.all}
-        for base_url in base_urls or ():
-            if base_url not in tuple(by_url):
-                raise InvalidInputError(
-                    f"base_url: got {describe(base_url)}, expected one of {', '.join(by_url)}"
-                )
-        chosen = list(by_url if base_urls is None else base_urls)
-        return {url: await self._retrying(by_url[url].info) for url in chosen}
+        for server in self.all:
+            if server.base_url == base_url:
+                return await retrying(server.info, self._max_retries)
+        raise InvalidInputError(
+            f"base_url: got {describe(base_url)}, expected one of"
+            f" {', '.join(server.base_url for server in self.all)}"
+        )
 
     async def check_fields(self) -> None:
         """Check every server; see `Server.check_fields`."""
         for server in self.all:
-            await self._retrying(server.check_fields)
-
-    async def _retrying(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Run `attempt`, and return its result. After a retryable error, run it again on the same server."""
-        for number in range(1, self._max_retries + 1):
-            try:
-                return await attempt()
-            except SglangToppError as error:
-                if not is_retryable(error):
-                    raise
-                await asyncio.sleep(delay_s(number, error))
-        return await attempt()
+            await retrying(server.check_fields, self._max_retries)
 
     async def close(self) -> None:
         """Wait for the aborts that are under way, and close every connection."""

@@ -246,6 +246,7 @@ class RolloutClient:
     pause = _blocking(AsyncRolloutClient.pause)
     continue_generation = _blocking(AsyncRolloutClient.continue_generation)
     server_info = _blocking(AsyncRolloutClient.server_info)
+    server_infos = _blocking(AsyncRolloutClient.server_infos)
     check_servers = _blocking(AsyncRolloutClient.check_servers)
 
     def _iterate(self, results: AsyncGenerator[_T, None]) -> Iterator[_T]:

@@ -81,12 +81,14 @@ class Capabilities:
     Attributes:
         problems: every reason why no request gets sets.
         sampler: why requests with `top_logprobs_source: "sampler"` get none; "" if they do.
+        resume: why no answer is resumed (`resumed_tokens`); "" if answers are.
         speculative: why sampled requests get no sets with the server's speculative decoding, which then are
             exact for greedy requests only; "" if sampled requests get sets.
     """
 
     problems: tuple[str, ...]
     sampler: str
+    resume: str
     speculative: str
 
     @classmethod
@@ -97,7 +99,8 @@ class Capabilities:
             server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
         """
         problems = (*status().problems, *_mode_problems(server_args))
-        return cls(problems, "; ".join(_sampler_problems()), _greedy_only(server_args))
+        resume = "; ".join(filter(None, (refused(Feature.RESUMED), *problems)))
+        return cls(problems, "; ".join(_sampler_problems()), resume, _greedy_only(server_args))
 
     @property
     def sets(self) -> str:
@@ -207,21 +210,46 @@ def environment_notes() -> tuple[str, ...]:
 
 def _mode_problems(server_args: Any) -> tuple[str, ...]:
     """Return every reason why the server arguments or the environment rule out candidate sets."""
+
+    def value(name: str, default: Any = None) -> Any:
+        return getattr(server_args, name, default)
+
+    role, algorithm = value("disaggregation_mode"), (value("speculative_algorithm") or "").upper()
+    is_split, is_piped = role not in (None, "null"), value("pp_size", 1) > 1
+    is_parallel = value("tokenizer_worker_num", 1) > 1
+    drafts = f"--speculative-algorithm {algorithm}"
+    split = f"disaggregated prefill and decode (--disaggregation-mode {role})"
     used = {
-        Feature.PIPELINE: getattr(server_args, "pp_size", 1) > 1,
-        Feature.DISAGGREGATION: getattr(server_args, "disaggregation_mode", None) not in (None, "null"),
-        Feature.HTTP_WORKERS: getattr(server_args, "tokenizer_worker_num", 1) > 1,
-        Feature.SPECULATIVE: bool(getattr(server_args, "speculative_algorithm", None)),
-        Feature.REJECTION_SAMPLING: getattr(server_args, "speculative_use_rejection_sampling", False),
+        Feature.PIPELINE: is_piped,
+        Feature.DISAGGREGATION: is_split,
+        Feature.HTTP_WORKERS: is_parallel,
+        Feature.SPECULATIVE: algorithm,
+        Feature.REJECTION_SAMPLING: value("speculative_use_rejection_sampling"),
     }
-    of_release = (
-        f"{feature}: {reason}"
-        for feature, is_used in used.items()
-        if is_used and (reason := refused(feature))
-    )
-    reasons = {**_speculation_reasons(server_args), **_disaggregation_reasons(server_args)}
+    reasons = {
+        **{f"{feature}: {refused(feature)}": used[feature] and refused(feature) for feature in used},
+        f"{drafts}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
+        f"{drafts} with SGLANG_SIMULATE_ACC_LEN: SGLang accepts drafts without verifying them": (
+            algorithm and _simulates_acceptance()
+        ),
+        f"{drafts} with --pp-size: this combination is untested": algorithm and is_piped,
+        f"{drafts} with --disaggregation-mode: this combination is untested": algorithm and is_split,
+        f"{drafts} on this accelerator: its sampling kernel was not checked": (
+            algorithm and _has_unknown_kernel()
+        ),
+        f"{split} with --enable-pd-role-switch: the first token's set would be asked of the wrong role": (
+            is_split and value("enable_pd_role_switch")
+        ),
+        f"{split} with --disaggregation-transfer-backend fake: nothing drew the first token": (
+            is_split and value("disaggregation_transfer_backend") == "fake"
+        ),
+        f"{split} with --pp-size: this combination is untested": is_split and is_piped,
+        f"{split} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
+            role == "prefill" and is_parallel
+        ),
+    }
     of_mode = (reason for reason, applies in reasons.items() if applies)
-    return (*environment_problems(), *of_release, *_unchecked_arguments(server_args), *of_mode)
+    return (*environment_problems(), *_unchecked_arguments(server_args), *of_mode)
 
 
 def _unchecked_arguments(server_args: Any) -> Iterator[str]:
@@ -234,28 +262,6 @@ def _unchecked_arguments(server_args: Any) -> Iterator[str]:
         if reason and name not in _CHECKED_ARGUMENTS and value != parameter.default:
             option = f"--{name.replace('_', '-')}"
             yield f"{option}: got {value!r}, expected {parameter.default!r}: {reason}"
-
-
-def _speculation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse candidate sets because of speculative decoding.
-
-    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
-    """
-    algorithm = (getattr(server_args, "speculative_algorithm", None) or "").upper()
-    if not algorithm:
-        return {}
-    option = f"--speculative-algorithm {algorithm}"
-    return {
-        f"{option}: {_OTHER_VERIFICATION.get(algorithm)}": algorithm in _OTHER_VERIFICATION,
-        f"{option} with SGLANG_SIMULATE_ACC_LEN: SGLang accepts drafts without verifying them": (
-            _simulates_acceptance()
-        ),
-        f"{option} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
-        f"{option} with --disaggregation-mode: this combination is untested": (
-            getattr(server_args, "disaggregation_mode", None) not in (None, "null")
-        ),
-        f"{option} on this accelerator: its sampling kernel was not checked": _has_unknown_kernel(),
-    }
 
 
 _OTHER_VERIFICATION = {
@@ -291,29 +297,6 @@ def _greedy_only(server_args: Any) -> str:
         f"--speculative-algorithm {algorithm} accepts the most likely tokens on this device, whatever the"
         " temperature, or draws by a kernel that was not checked; only greedy requests have exact sets"
     )
-
-
-def _disaggregation_reasons(server_args: Any) -> dict[str, Any]:
-    """Return the possible reasons to refuse candidate sets because of disaggregated prefill and decode.
-
-    The keys of the returned mapping are the reasons. The value of a key is true if the reason applies.
-    """
-    role = getattr(server_args, "disaggregation_mode", "null")
-    if role in (None, "null"):
-        return {}
-    mode = f"disaggregated prefill and decode (--disaggregation-mode {role})"
-    return {
-        f"{mode} with --enable-pd-role-switch: the first token's set would be asked of the wrong role": (
-            getattr(server_args, "enable_pd_role_switch", False)
-        ),
-        f"{mode} with --disaggregation-transfer-backend fake: nothing drew the first token": (
-            getattr(server_args, "disaggregation_transfer_backend", "") == "fake"
-        ),
-        f"{mode} with --pp-size: this combination is untested": getattr(server_args, "pp_size", 1) > 1,
-        f"{mode} with --tokenizer-worker-num: the first token's set is not kept where it is asked for": (
-            role == "prefill" and getattr(server_args, "tokenizer_worker_num", 1) > 1
-        ),
-    }
 
 
 def _is_set(name: str, default: str = "") -> bool:

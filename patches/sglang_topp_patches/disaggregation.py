@@ -43,7 +43,6 @@ __all__ = [
     "fetch_first_token",
     "first_token_inputs",
     "note_first_token",
-    "num_scored_here",
 ]
 
 _FIELD = "the first token's set"
@@ -184,22 +183,15 @@ class PrefillServer:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(
-        self,
-        server_args: Any,
-        obj: Any,
-        token_id: int | None,
-        sets: SetBuffer,
-    ) -> None:
-        """Keep a finished request's sets for its decode server, if this is a prefill server.
+    def keep(self, obj: Any, token_id: int | None, sets: SetBuffer) -> None:
+        """Keep a finished request's sets for its decode server.
 
         Args:
-            server_args: SGLang's `ServerArgs`.
             obj: SGLang's `GenerateReqInput`.
             token_id: the id of the first token in the answer, or None if the answer has no token.
             sets: what the request has, or the problem why it has none.
         """
-        if server_args.disaggregation_mode != "prefill" or obj.bootstrap_room is None or token_id is None:
+        if obj.bootstrap_room is None or token_id is None:
             return
         self._loop = asyncio.get_running_loop()
         now = time.monotonic()
@@ -292,16 +284,6 @@ def note_first_token(result: bool | None, self: Any, decode_req: Any) -> None:
             problem = "the prefill server drew the token again, without log-probs"
             return refuse(req, f"no candidate set at position {buffer.end}: {problem}")
         buffer.append(None)
-
-
-def num_scored_here(server_args: Any, state: Any) -> int | None:
-    """Return the number of prompt positions that this server scores. Each scored position needs a set.
-
-    Returns:
-        The number of scored prompt positions, or None on a decode server. A decode server gets the prompt's
-        sets from the prefill server, together with the first token's set.
-    """
-    return None if server_args.disaggregation_mode == "decode" else len(state.input_token_logprobs_val)
 
 
 async def fetch_first_token(server_args: Any, state: Any, token_id: int) -> FirstToken:

@@ -32,8 +32,8 @@ __all__ = [
     "budget",
     "budget_problem",
     "busy_refusal",
-    "per_sample_refusal",
     "prompt_refusal",
+    "sample_refusal",
     "trim_detokenizer",
     "trimmer",
 ]
@@ -140,11 +140,9 @@ def busy_refusal(in_flight: int, limit: int) -> str:
     )
 
 
-def per_sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
-    """Return an error message if one sample holds too many candidates, and an empty string otherwise."""
+def sample_refusal(limits: Budget, candidates: int, positions: int) -> str:
+    """Return the error message for a sample that has too many candidates."""
     limit = limits.max_candidates_per_sample
-    if candidates <= limit:
-        return ""
     fitting = limit * positions // candidates
     return (
         f"got {candidates} candidates at {positions} positions, expected at most {limit} for one sample"

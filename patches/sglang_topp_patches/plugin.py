@@ -26,23 +26,18 @@ _DETOKENIZER = "memory"
 _MODULES = (
     "http.process_state",
     "http.request_fields",
-    "http.offline_engine",
-    "http.openai",
-    "http.sets_in_meta_info",
-    "http.request_check_middleware_before_0_5_22",
-    "http.route_policy",
-    "http.prompt_token_ids_0_5_12",
+    "http.answer",
+    "http.guard",
     "scheduler.requests",
-    "http.resume",
+    "scheduler.resume",
     "scheduler.host_copy_before_0_5_19",
     "scheduler.step",
     "scheduler.prompts",
     "scheduler.verification",
-    "scheduler.prefix_cache",
     "scheduler.pipeline",
     "disaggregation",
     _DETOKENIZER,
-    "internals",
+    "releases",
 )
 
 _APP_PATH = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -100,7 +95,7 @@ def new_states() -> Mapping[type[Any], Any]:
     from sglang_topp_patches.scheduler.requests import SchedulerProcess
 
     http, scheduler = HttpProcess(), SchedulerProcess()
-    return {type(each): each for each in (http, http.prefill_server, scheduler, scheduler.prefix_cache)}
+    return {type(each): each for each in (http, http.prefill_server, scheduler)}
 
 
 def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> None:

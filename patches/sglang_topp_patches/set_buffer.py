@@ -13,32 +13,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_topp.malloc_trim import LARGE_BYTES
+from sglang_topp_patches.memory import trimmer
+
 __all__ = [
     "KEY",
     "NO_SET",
-    "SETS",
     "PackedSet",
     "PackedSets",
     "Positions",
     "Problem",
     "SetBuffer",
-    "pack_set",
 ]
 
 KEY = "sglang_topp"
 """The key of `customized_info` under which a request has its `SetBuffer`."""
 
-SETS = "sglang_topp_sets"
-"""The key of `meta_info` for the sets and tokens of a request to an OpenAI route.
-
-The value of this `meta_info` key is None if the request did not ask for sets."""
+_LARGE = LARGE_BYTES // 8
+"""How many candidates take `LARGE_BYTES`."""
 
 PackedSet: TypeAlias = tuple[bytes, bytes]
 """One position's set: the bytes of its token ids (int32), and the bytes of its log-probs (float32)."""
@@ -62,9 +61,6 @@ class Problem:
     @property
     def is_refusal(self) -> bool:
         return self.status != HTTPStatus.INTERNAL_SERVER_ERROR
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Problem, (self.text, int(self.status))
 
 
 @dataclass(frozen=True)
@@ -98,15 +94,8 @@ class PackedSets:
     ) -> None:
         self.ids, self.logprobs, self.sizes = bytearray(ids), bytearray(logprobs), array("i", sizes)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return PackedSets, (bytes(self.ids), bytes(self.logprobs), self.sizes)
-
     def __len__(self) -> int:
         return len(self.sizes)
-
-    @property
-    def num_candidates(self) -> int:
-        return len(self.ids) // 4
 
     def append(self, packed: PackedSet | None) -> None:
         """Append one position's set, or a position without a set."""
@@ -162,6 +151,7 @@ class PackedSets:
         return int(np.maximum(np.array(self.sizes[:count], np.int64), 0).sum())
 
 
+@dataclass(slots=True, eq=False)
 class SetBuffer:
     """The sets of one request.
 
@@ -177,22 +167,14 @@ class SetBuffer:
         num_sent: how many candidates were sent, at `num_positions_sent` positions.
     """
 
-    __slots__ = (
-        *("first", "generated", "num_positions_sent", "num_sent"),
-        *("problem", "prompt", "prompt_version", "spans"),
-    )
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-        self.generated, self.prompt = PackedSets(), PackedSets()
-        self.spans: list[tuple[str, int]] = []
-        self.prompt_version = ""
-        self.problem: Problem | None = None
-        self.num_sent = self.num_positions_sent = 0
-
-    def __reduce__(self) -> tuple[object, ...]:
-        state = {name: getattr(self, name) for name in self.__slots__}
-        return SetBuffer, (), (None, state)
+    first: int = 0
+    generated: PackedSets = field(default_factory=PackedSets)
+    prompt: PackedSets = field(default_factory=PackedSets)
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    prompt_version: str = ""
+    problem: Problem | None = None
+    num_sent: int = 0
+    num_positions_sent: int = 0
 
     @property
     def end(self) -> int:
@@ -202,7 +184,7 @@ class SetBuffer:
     @property
     def num_held(self) -> int:
         """The number of candidates that are here."""
-        return self.generated.num_candidates + self.prompt.num_candidates
+        return (len(self.generated.ids) + len(self.prompt.ids)) // 4
 
     @property
     def num_candidates(self) -> int:
@@ -254,6 +236,9 @@ class SetBuffer:
         if not (sent.problem or len(sent.generated) or len(sent.prompt)):
             return []
         sent.spans, self.spans = self.spans, self.spans[-1:]  # the next part begins in the last span
+        # Freed memory goes back to the OS after each `LARGE_BYTES` of sets.
+        if (self.num_sent + sent.num_held) // _LARGE > self.num_sent // _LARGE:
+            trimmer.trim_soon()
         self.num_sent += sent.num_held
         self.num_positions_sent += sent.num_positions
         return [sent]
@@ -312,8 +297,3 @@ class SetBuffer:
         if self.spans and self.spans[-1][0] == version:
             self.spans.pop()
         self.spans.append((version, end))
-
-
-def pack_set(token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> PackedSet:
-    """Return the bytes of one position's set."""
-    return token_ids.tobytes(), logprobs.tobytes()

@@ -39,7 +39,6 @@ from sglang_topp.errors import (
     ServerError,
     SglangToppError,
     TransportError,
-    WireError,
 )
 from sglang_topp_client.wire.error_json import error_to_json
 
@@ -78,7 +77,9 @@ def as_sglang_topp_error(error: BaseException) -> SglangToppError:
     """Return an SglangToppError unchanged, and any other exception as a ServerError with status 500."""
     if isinstance(error, SglangToppError):
         return error
-    return ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
+    failed = ServerError(f"the sidecar failed: {type(error).__name__}: {error}", status=500)
+    failed.__cause__ = error
+    return failed
 
 
 def http_status(error: SglangToppError) -> int:
@@ -88,12 +89,8 @@ def http_status(error: SglangToppError) -> int:
             return 400
         case MissingCandidateSetsError() | PatchError():
             return 503
-        case WireError():
-            return 502
         case RequestTimeoutError():
             return 504
-        case TransportError():
-            return 502
         case ResponseError(status=int(status)):
             return status
         case _:

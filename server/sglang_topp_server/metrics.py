@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from sglang_topp_server.error_responses import http_status
 
 __all__ = ["Metrics", "SizeHistogram"]
 
+_NAMESPACE = "sglang_topp"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)
 
@@ -82,34 +84,26 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "sglang_topp_requests", "Requests by outcome", ["outcome"], registry=self.registry
-        )
-        self.errors = Counter(
-            "sglang_topp_errors", "Errors by type and status", ["type", "status"], registry=self.registry
-        )
-        self.in_flight = Gauge("sglang_topp_in_flight", "Samples in flight", registry=self.registry)
-        self.held_bytes = Gauge(
-            "sglang_topp_held_bytes", "Bytes that wait for their callers", registry=self.registry
-        )
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, namespace=_NAMESPACE, registry=registry)
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=registry)
+        self.requests = counter("requests", "Requests by outcome", ["outcome"])
+        self.errors = counter("errors", "Errors by type and status", ["type", "status"])
+        self.in_flight = gauge("in_flight", "Samples in flight")
+        self.held_bytes = gauge("held_bytes", "Bytes that wait for their callers")
         self.request_seconds = Histogram(
-            "sglang_topp_request_seconds",
+            f"{_NAMESPACE}_request_seconds",
             "Seconds from headers to last byte",
             buckets=_SECONDS,
-            registry=self.registry,
+            registry=registry,
         )
-        self.samples = Counter("sglang_topp_samples", "Finished samples", registry=self.registry)
-        self.scores = Counter("sglang_topp_scores", "Scored sequences", registry=self.registry)
-        self.tokens = Counter(
-            "sglang_topp_tokens", "Tokens of finished samples", ["kind"], registry=self.registry
-        )
+        self.samples = counter("samples", "Finished samples")
+        self.scores = counter("scores", "Scored sequences")
+        self.tokens = counter("tokens", "Tokens of finished samples", ["kind"])
         self.candidates = SizeHistogram(
-            "sglang_topp_candidates_per_token", "Candidate set sizes", _SIZES, self.registry
+            f"{_NAMESPACE}_candidates_per_token", "Candidate set sizes", _SIZES, registry
         )
-        self.engine_ready = Gauge(
-            "sglang_topp_engine_ready", "Whether the engine answers and is patched", registry=self.registry
-        )
+        self.engine_ready = gauge("engine_ready", "Whether the engine answers and is patched")
 
     def count_sample(self, sample: Rollout | Score) -> None:
         """Count one finished sample or one score."""

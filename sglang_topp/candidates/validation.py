@@ -36,8 +36,11 @@ __all__ = [
 NO_TOKEN = -1
 """The `sampled_ids` value of a position without a sampled token. The position must have an empty set."""
 
-MAX_LOGPROB = 1e-3
-"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0."""
+MAX_LOGPROB = 2.0**-10
+"""The largest valid log-prob. Rounding in a float32 softmax may make a log-prob slightly larger than 0.
+
+Every floating dtype has this number, so that a comparison in any dtype gives the same result.
+"""
 
 MASS_ERROR = 2e-3
 """The largest valid difference between 1 and the vocabulary's total probability, for a float32 softmax.

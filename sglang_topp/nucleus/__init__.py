@@ -33,9 +33,9 @@ def top_p_candidates(
     The set keeps all tokens tied at the cutoff. With `p = 1`, the set keeps every token of non-zero
     probability. A row with `p = 0` has no candidates, and the function reads neither the row's log-probs nor
     the row's sampled id. A token has zero probability if its log-prob is `-inf` or the dtype's lowest value,
-    which SGLang writes in place of `-inf`. Probabilities are summed in float64. If the total probability of
-    all tokens more likely than token `i` is within 1e-6 of `p`, rounding may decide whether token `i` is
-    kept. Both results are correct.
+    which SGLang writes in place of `-inf`. Sums of probabilities are accurate to 1e-6: if the total
+    probability of all tokens more likely than token `i` is that close to `p`, rounding may decide whether
+    token `i` is kept. Both results are correct.
 
     Args:
         logprobs: floats [B, V] on any device, natural log-probs in float16, bfloat16, float32, or float64.

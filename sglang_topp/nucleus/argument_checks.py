@@ -2,7 +2,7 @@
 
 The shapes, the dtypes, and the thresholds are checked before the extraction starts. Log-probs and sampled ids
 are checked by the extraction itself, because it reads them anyway. A Triton kernel can raise nothing: it
-writes a code and a detail for each row, which `row_error` turns into the exception.
+writes an error code and a detail for each row, from which `row_error` makes the exception.
 """
 
 from __future__ import annotations
@@ -28,20 +28,15 @@ __all__ = [
     "sampled_out_of_range",
 ]
 
-SAMPLED_OUT_OF_RANGE = 1
-"""Error code: the sampled token id of the row is outside the vocabulary."""
+# Of several errors in a row, a kernel reports the one with the highest code.
+ZERO_PROBABILITY = 1
+"""A token that was not sampled has probability 0, but a positive weight. The detail is `~token_id`."""
 NOT_LOGPROBS = 2
-"""Error code: the kernel read NaN or a value above 0 in the row of log-probs.
-
-The error detail is NaN or the highest value that the kernel read, as float32 bits.
-"""
+"""The kernel read NaN or a value above 0 in the row of log-probs. The detail is its float32 bits."""
 TOKEN_OUT_OF_RANGE = 3
-"""Error code: a token id with a positive weight is outside the vocabulary. The error detail is that id."""
-ZERO_PROBABILITY = 4
-"""Error code: a token that was not sampled has probability 0, but a positive weight.
-
-The error detail is the id of that token.
-"""
+"""A token id with a positive weight is outside the vocabulary. The detail is that id."""
+SAMPLED_OUT_OF_RANGE = 4
+"""The sampled token id of the row is outside the vocabulary. The detail is that id."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -100,8 +95,8 @@ def _checked_logprobs(logprobs: Tensor) -> Tensor:
     if not isinstance(logprobs, Tensor) or logprobs.ndim != 2 or logprobs.dtype not in _DTYPES:
         raise InvalidInputError(f"logprobs: got {_describe(logprobs)}, expected a float tensor [B, V]")
     vocab = logprobs.shape[1]
-    if vocab == 0 or vocab > np.iinfo(np.int32).max:
-        raise InvalidInputError(f"logprobs: got a vocabulary of {vocab}, expected 1 to 2^31 - 1")
+    if not 0 < vocab <= 1 << 24:  # the kernels' sums would overflow; no tokenizer has a tenth of that
+        raise InvalidInputError(f"logprobs: got a vocabulary of {vocab}, expected 1 to 2^24")
     return (logprobs.float() if logprobs.dtype == torch.float64 else logprobs).detach()
 
 
@@ -148,24 +143,25 @@ def sampled_out_of_range(row: int, token_id: int, vocab: int) -> InvalidInputErr
     return InvalidInputError(f"sampled_ids: got {token_id} for row {row}, expected 0 to {vocab - 1}")
 
 
-def row_error(row: int, code: int, detail: int, sampled_B: Tensor | None, vocab: int) -> InvalidInputError:
-    """Return the exception for the error code and the error detail that a kernel wrote for a row.
+def row_error(row: int, error: int, vocab: int) -> InvalidInputError:
+    """Return the exception for the error that a kernel wrote for a row.
 
-    The function reads `sampled_B` only for the code `SAMPLED_OUT_OF_RANGE`, because the read waits for the
-    GPU.
+    Args:
+        error: an int64 above 0. Its highest bits, from bit 60 on, are the code. The others are the detail, as
+            a two's complement.
     """
-    if code == NOT_LOGPROBS:
-        return not_logprobs(row, float(np.int32(detail).view(np.float32)))
+    code, detail = error >> 60, ((error & ((1 << 60) - 1)) ^ (1 << 59)) - (1 << 59)
+    if code == SAMPLED_OUT_OF_RANGE:
+        return sampled_out_of_range(row, detail, vocab)
     if code == TOKEN_OUT_OF_RANGE:
         return InvalidInputError(f"token_ids: got {detail} in row {row}, outside of 0 to {vocab - 1}")
-    if code == ZERO_PROBABILITY:
-        return InvalidInputError(
-            f"weights: row {row} can draw token {detail}, whose log-prob is -inf;"
-            " expected one above zero probability"
-        )
-    assert code == SAMPLED_OUT_OF_RANGE
-    assert sampled_B is not None
-    return sampled_out_of_range(row, int(sampled_B[row]), vocab)
+    if code == NOT_LOGPROBS:
+        return not_logprobs(row, float(np.int32(detail).view(np.float32)))
+    assert code == ZERO_PROBABILITY
+    return InvalidInputError(
+        f"weights: row {row} can draw token {~detail}, whose log-prob is -inf;"
+        " expected one above zero probability"
+    )
 
 
 def _describe(value: object) -> str:

@@ -1,30 +1,33 @@
 """Triton kernels that extract top-p candidate sets without making the host wait for the sets' sizes.
 
 The first kernel cuts each row of log-probs into blocks of neighboring token ids, and computes the maximum of
-every block. The second kernel selects the blocks with the highest maxima as active blocks: just enough blocks
-that the probabilities of their maxima sum to `p` or more. The active blocks contain the whole nucleus,
-because their maxima alone reach `p`, and every token in another block is less likely than each of these
-maxima. If the sum over all blocks is below `p`, every block with a token of non-zero probability is active.
-The second kernel then searches the active blocks for the exact cutoff, which separates the nucleus's
-log-probs from lower log-probs. The last kernel writes out the tokens of the nucleus.
+every block. The second kernel takes the 64 blocks with the highest maxima, fewer if maxima are equal. They
+hold every token that is more likely than the maxima of all other blocks. If these tokens have a total
+probability of `p` or more, the nucleus is among them. If not, the kernel tries eight times as many blocks,
+and in the end all of them. In the blocks it then searches for the exact cutoff, which separates the nucleus's
+log-probs from lower ones. The last kernel writes out the tokens of the nucleus.
 
-A block's maximum says nothing about its other tokens. In a real vocabulary, digits and punctuation marks are
-neighbors, so a block often holds several likely tokens, and the maxima alone may not reach `p`. Before the
-second kernel selects more than 64 blocks, it therefore adds up, in the 64 blocks with the highest maxima (in
-fewer, if maxima are equal), the probabilities of all tokens above the other blocks' maxima. If the sum
-reaches `p`, these blocks contain the nucleus. If it does not, for example because all tokens are about
-equally likely, the kernel keeps all the blocks that it selected, and the extraction takes longer.
+The search compares sort keys: integers that ascend as log-probs descend
+(`top_p_torch.sort_key_descending`). Each round compares several pivot keys with the keys of all log-probs in
+the blocks, and narrows the interval of keys that can be the cutoff. It takes eleven rounds at most, and fewer
+if the interval soon holds the key of a single log-prob.
 
-The search for the cutoff compares sort keys. A sort key is an integer that stands for a log-prob. A higher
-log-prob has a lower sort key (`top_p_torch.sort_key_descending`). The search starts with an interval of sort
-keys. Each round compares several pivot keys with the keys of all log-probs in the active blocks, and narrows
-the interval. The search ends when at most one of these log-probs has its key in the interval, or when the
-interval is a single key. The search takes about ten rounds. Every round needs the same log-probs, so the
-kernel keeps them in registers if they fit.
+Probabilities are summed as 64-bit integers, in units of 2^-46. Such sums are exact in any order, so results
+are bitwise reproducible. The integer of one probability has two errors:
 
-One Triton program sums the probabilities of a row in float64 and in a fixed order, so results are bitwise
-reproducible. The kernels are not specialized on arguments that change between decode steps, so Triton does
-not recompile a kernel at a later step.
+- `_mass` computes exp(x) in float32 as 2^n exp(r), with |r| < 0.35. The subtraction x - n log(2) is exact but
+  for its last step, which rounds by at most 2^-26. `tl.exp(r)` multiplies r by log2(e), which rounds by
+  2^-26 again, and computes the power of two with a relative error below 2^-22. All in all, a probability has
+  a relative error below 2^-22 + 2^-24 = 3e-7, and so has any sum of probabilities.
+- Rounding down to a whole unit loses less than 2^-46. Over the 2^24 tokens of the largest vocabulary, that is
+  less than 2^-22 = 2.4e-7.
+
+A sum around p <= 1 is therefore wrong by less than 5.4e-7, which is inside of the 1e-6 that
+`nucleus.top_p_candidates` documents. For 151,936 tokens, it is wrong by less than 3e-7.
+
+No sum overflows, not even if a row is no distribution. A log-prob is at most 2^-10, so its integer is below
+1.002 * 2^46. One of 256 lanes adds up at most 2^16 of them, which is less than 2^63. Before the lanes are
+added up, a lane above 2^54 is set to 2^54, a probability of 256: far above every limit below infinity.
 
 Shape legend: B rows, V ids in the vocabulary, N blocks of S tokens, C candidates that the output has room
 for.
@@ -32,7 +35,9 @@ for.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,51 +46,48 @@ from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
 from sglang_topp.nucleus.argument_checks import NOT_LOGPROBS, SAMPLED_OUT_OF_RANGE
+from sglang_topp.nucleus.top_p_torch import sort_key_descending
 
-__all__ = ["Cuts", "compact", "find_cuts", "launch", "place"]
+__all__ = ["UNIT_BITS", "Cuts", "compact", "error", "find_cuts", "kernel", "place"]
 
+UNIT_BITS = 46
+"""The kernels sum probabilities in units of 2^-46."""
 _BLOCK = 64
-_MAX_BLOCKS = 1 << 13  # the most blocks per row; a vocabulary of more than 2^19 ids gets larger blocks
-_BLOCKS_AT_ONCE = 64
-_TILE = 512
-_HELD = 4096  # the most values that `_search` keeps in registers
-_PIVOTS = 8
-_WARPS = 16
-_HIGHEST = tl.constexpr(MAX_LOGPROB)
+_MAX_BLOCKS = tl.constexpr(1 << 12)  # per row; a vocabulary of more than 2^18 ids gets larger blocks
+_FEW_BLOCKS = 64
+_LANES = 256
+_DEPTH = tl.constexpr(8)  # values per lane that are loaded at once
+_PIVOTS = tl.constexpr(8)
+_WARPS = 8
+_UNIT_BITS, _HIGHEST = tl.constexpr(UNIT_BITS), tl.constexpr(MAX_LOGPROB)
 _SAMPLED_OUT_OF_RANGE, _NOT_LOGPROBS = tl.constexpr(SAMPLED_OUT_OF_RANGE), tl.constexpr(NOT_LOGPROBS)
 
 
+def kernel(function: Callable[..., None]) -> Any:
+    """Compile a Triton kernel once per vocabulary and dtype.
+
+    By default, Triton compiles a kernel again if a number is the first to be 1 or a multiple of 16, or if a
+    tensor's address is the first to be no multiple of 16 bytes. Numbers of rows and addresses of rows change
+    from step to step, and the compiler would take a second out of one of them.
+    """
+    names = [name for name in inspect.signature(function).parameters if name.islower() and name != "vocab"]
+    return triton.jit(do_not_specialize=names)(function)
+
+
 class Cuts(NamedTuple):
-    """Each row's nucleus cutoff and candidate set size, on the device of the rows' log-probs.
+    """Each row's set size and nucleus cutoff, on the device of the rows' log-probs.
 
     Attributes:
-        sizes: int32 [B], the number of candidates of each row, including the sampled token.
-        error_codes: int32 [B], the error code of each row (`argument_checks`), or 0 if the row has no
-            error.
-        highest: float32 [B], the highest log-prob of each row, or NaN if the row holds NaN.
-        keys: int32 [B], the nucleus cutoff of each row, as a sort key (`top_p_torch.sort_key_descending`). A
-            token is in the nucleus if its sort key is below the row's cutoff.
-        blocks: int32 [B, N]. The first `active[b]` elements of `blocks[b]` are the indices, in ascending
-            order, of the blocks that can hold tokens of row `b`'s nucleus.
-        active: int32 [B], how many blocks of each row can hold tokens of the row's nucleus.
+        rows: int64 [B, 3], as in `gpu_extraction.StagingArea`. `place` fills in the second column.
+        cuts: int32 [B, 2 + N]. First the nucleus's cutoff as a sort key: a token is in the nucleus if its key
+            is below. Then the number of blocks that can hold tokens of the nucleus, and their indices in
+            ascending order.
         block: S, the number of tokens in a block.
     """
 
-    sizes: Tensor
-    error_codes: Tensor
-    highest: Tensor
-    keys: Tensor
-    blocks: Tensor
-    active: Tensor
+    rows: Tensor
+    cuts: Tensor
     block: int
-
-
-def launch(tensor: Tensor) -> torch.cuda.device:
-    """Return a context manager that makes the tensor's GPU the current device.
-
-    Triton launches kernels on the current device.
-    """
-    return torch.cuda.device(tensor.get_device())
 
 
 def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, lowest: float) -> Cuts:
@@ -93,119 +95,95 @@ def find_cuts(logprobs_BV: Tensor, limits_B: Tensor, sampled_B: Tensor | None, l
 
     Args:
         logprobs_BV: floats on a GPU, contiguous along a row.
-        limits_B: float64, the total probability at which each row's nucleus ends. A token is in the nucleus
-            if the probabilities of all more likely tokens sum to less than the row's limit. A row with a
+        limits_B: int64, the total probability at which each row's nucleus ends, in units of 2^-`UNIT_BITS`. A
+            token is in the nucleus if the probabilities of all more likely tokens sum to less. A row with a
             limit of 0 gets an empty set.
         sampled_B: int64, the sampled token id of each row, or None. A row whose sampled id is outside the
-            vocabulary gets an error code.
+            vocabulary gets an error.
         lowest: log-probs at or below this value stand for probability 0.
     """
     num_rows, vocab = logprobs_BV.shape
-    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_BLOCKS)))
+    block = max(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_BLOCKS.value)))
     num_blocks = triton.cdiv(vocab, block)
-    device = logprobs_BV.device
-    maxima_BN = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
-    blocks_BN = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
-    sizes_B, error_codes_B, keys_B, active_B = (
-        torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(4)
-    )
-    highest_B = torch.empty(num_rows, dtype=torch.float32, device=device)
-    cuts = Cuts(sizes_B, error_codes_B, highest_B, keys_B, blocks_BN, active_B, block)
+    maxima_BN = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logprobs_BV.device)
+    cuts_BK = torch.empty((num_rows, 2 + num_blocks), dtype=torch.int32, device=logprobs_BV.device)
+    rows_B3 = torch.zeros((num_rows, 3), dtype=torch.int64, device=logprobs_BV.device)
     if not num_rows:
-        return cuts
-    blocks_at_once = max(1, _BLOCKS_AT_ONCE * _BLOCK // block)
-    with launch(logprobs_BV):
-        _maxima_kernel[(num_rows, triton.cdiv(num_blocks, blocks_at_once))](
-            logprobs_BV,
-            limits_B,
-            maxima_BN,
-            vocab,
-            num_blocks,
-            logprobs_BV.stride(0),
-            BLOCK=block,
-            BLOCKS=blocks_at_once,
-        )
-        _cut_kernel[(num_rows,)](
-            logprobs_BV,
-            limits_B,
-            sampled_B,
-            maxima_BN,
-            *cuts[:-1],
-            vocab,
-            num_blocks,
-            logprobs_BV.stride(0),
-            _key(lowest),
-            HAS_SAMPLED=sampled_B is not None,
-            BLOCK=block,
-            HELD=_size(cuts, _HELD),
-            TILE=_size(cuts, _TILE),
-            PIVOTS=_PIVOTS,
-            num_warps=_WARPS,
-        )
-    return cuts
+        return Cuts(rows_B3, cuts_BK, block)
+    blocks_at_once = max(1, _LANES * _DEPTH.value // block)
+    _maxima_kernel[(num_rows, triton.cdiv(num_blocks, blocks_at_once))](
+        logprobs_BV,
+        limits_B,
+        maxima_BN,
+        vocab,
+        num_blocks,
+        logprobs_BV.stride(0),
+        BLOCK=block,
+        BLOCKS=blocks_at_once,
+        IS_ALIGNED=all(size % 16 == 0 for size in (vocab, logprobs_BV.stride(0), logprobs_BV.data_ptr())),
+    )
+    _cut_kernel[(num_rows,)](
+        logprobs_BV,
+        limits_B,
+        sampled_B,
+        maxima_BN,
+        rows_B3,
+        cuts_BK,
+        vocab,
+        num_blocks,
+        logprobs_BV.stride(0),
+        int(sort_key_descending(torch.tensor(lowest, dtype=torch.float32))),
+        _FEW_BLOCKS,
+        BLOCK=block,
+        LANES=_LANES,
+        num_warps=_WARPS,
+    )
+    return Cuts(rows_B3, cuts_BK, block)
 
 
-def place(sizes_B: Tensor, capacity: int) -> Tensor:
-    """Return int64 [B]: each set's start index in the output, or -1 if the set does not fit.
+def place(rows_R3: Tensor, capacity: int) -> None:
+    """Write each set's start index in the output to `rows_R3[:, 1]`, or -1 if there is nothing to write.
 
     The sets follow each other in the output, in the order of their rows. A set of more than `capacity`
-    candidates gets the start index -1 and takes no space. If a set of at most `capacity` candidates does not
-    fit into the remaining space, that set and all later sets get the start index -1.
+    candidates does not fit, and takes no space. If a set of at most `capacity` candidates does not fit into
+    the remaining space, neither do all later sets. A row with an error gets the size 0.
     """
-    starts_B = torch.empty_like(sizes_B, dtype=torch.int64)
-    if len(sizes_B):
-        with launch(sizes_B):
-            _place_kernel[(1,)](sizes_B, starts_B, len(sizes_B), capacity, TILE=_TILE)
-    return starts_B
+    if len(rows_R3):
+        _place_kernel[(1,)](rows_R3, len(rows_R3), capacity, TILE=_LANES)
 
 
-def compact(
-    logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, starts_B: Tensor, entries_2C: Tensor
-) -> None:
+def compact(logprobs_BV: Tensor, sampled_B: Tensor | None, cuts: Cuts, entries_2C: Tensor) -> None:
     """Write each row's candidate set to `entries_2C`, in ascending order of token ids.
 
     A sampled token outside the nucleus comes last in its set.
 
     Args:
         logprobs_BV, sampled_B: as passed to `find_cuts`.
-        cuts: the result of `find_cuts`.
-        starts_B: int64, the column of `entries_2C` for the first candidate of each set, or -1 to skip the
-            set.
+        cuts: the result of `find_cuts`, after `place`.
         entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
             float32 log-probs.
     """
-    if not len(starts_B):
-        return
-    with launch(logprobs_BV):
-        _compact_kernel[(len(starts_B),)](
+    if len(logprobs_BV):
+        _compact_kernel[(len(logprobs_BV),)](
             logprobs_BV,
             sampled_B,
-            cuts.sizes,
-            cuts.keys,
-            cuts.blocks,
-            cuts.active,
-            starts_B,
+            cuts.rows,
+            cuts.cuts,
             entries_2C,
             logprobs_BV.shape[1],
-            cuts.blocks.shape[1],
+            cuts.cuts.shape[1] - 2,
             logprobs_BV.stride(0),
             entries_2C.shape[1],
-            HAS_SAMPLED=sampled_B is not None,
             BLOCK=cuts.block,
-            TILE=_size(cuts, _TILE),
+            TILE=_LANES * _DEPTH.value,
+            num_warps=_WARPS,
         )
 
 
-def _size(cuts: Cuts, largest: int) -> int:
-    """Return how many of a row's values a kernel processes at once."""
-    num_values: int = triton.next_power_of_2(cuts.blocks.shape[1]) * cuts.block
-    return max(cuts.block, min(largest, num_values))
-
-
-def _key(lowest: float) -> int:
-    """Compute on the host the sort key that `_sort_key_descending` computes in a kernel."""
-    bits = int(torch.tensor(0.0 - lowest, dtype=torch.float32).view(torch.int32))
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+@triton.jit
+def error(code: tl.constexpr, detail):
+    """Return an error as an int64: the code in the highest bits, then the detail (`argument_checks`)."""
+    return (detail.to(tl.int64) & ((1 << 60) - 1)) | (code << 60)
 
 
 @triton.jit
@@ -216,14 +194,25 @@ def _sort_key_descending(values):
 
 
 @triton.jit
-def _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Load the token ids and log-probs of TILE tokens in the active blocks of a row.
+def _mass(logprobs):
+    """Compute the probabilities of float32 log-probs in units of 2^-46, as int64."""
+    logprobs = tl.maximum(logprobs, -43.0)  # less than a unit, and no shift below by more than 62 bits
+    n = tl.floor(logprobs * 1.4426950408889634 + 0.5)
+    r = (
+        logprobs - n * 0.693359375
+    ) + n * 2.1219444005469058e-4  # log(2) in two parts; n * 355 / 512 is exact
+    scaled = (tl.exp(r) * (1 << 24)).to(tl.int32)  # exact: exp(r) is above 0.5
+    return (scaled.to(tl.int64) << (_UNIT_BITS - 24)) >> (0.0 - n).to(tl.int32).to(tl.int64)
 
-    `blocks_ptr` points to the indices of the active blocks. The tokens of these blocks, in order, form one
-    sequence. The TILE tokens start at index `start` of the sequence. A token gets log-prob -inf if its index
-    in the sequence is `num_values` or more, or its id is outside the vocabulary.
+
+@triton.jit
+def _tile(row_ptr, blocks_ptr, at, num_values, vocab, BLOCK: tl.constexpr):
+    """Load the token ids and log-probs of some tokens in the selected blocks of a row.
+
+    `blocks_ptr` points to the indices of the blocks. The tokens of these blocks, in order, form one sequence,
+    and `at` are indices into it. A token gets log-prob -inf if its index is `num_values` or more, or its id
+    is outside the vocabulary.
     """
-    at = start + tl.arange(0, TILE)
     block = tl.load(blocks_ptr + at // BLOCK, mask=at < num_values, other=0)
     token_ids = block * BLOCK + at % BLOCK
     is_there = (at < num_values) & (token_ids < vocab)
@@ -232,132 +221,70 @@ def _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK: tl.constexpr, TI
 
 
 @triton.jit
-def _values(
-    row_ptr,
-    blocks_ptr,
-    start,
-    num_values,
-    vocab,
-    IS_GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Load TILE values for `_search`, from index `start` on.
-
-    If IS_GATHERED, the values are the log-probs of the tokens in the row's active blocks, as in `_tile`. If
-    not IS_GATHERED, the values are stored one after the other from `row_ptr` on. A value whose index is
-    `num_values` or more is -inf.
-    """
-    if IS_GATHERED:
-        _, values = _tile(row_ptr, blocks_ptr, start, num_values, vocab, BLOCK, TILE)
-    else:
-        at = start + tl.arange(0, TILE)
-        values = tl.load(row_ptr + at, mask=at < num_values, other=float("-inf"))
-    return values
-
-
-@triton.jit
-def _masses(values, IS_COUNT: tl.constexpr):
-    """Compute the probabilities of log-probs in float64, or ones."""
-    return tl.full(values.shape, 1.0, tl.float64) if IS_COUNT else tl.exp(values.to(tl.float64))
-
-
-@triton.jit
-def _above(keys_T, masses_T, keys_P):
-    """Compare T values with P pivots, and return the results as two [P, T] tensors.
-
-    If value t is above pivot p, the element [p, t] of the first tensor is the value's probability, and the
-    element [p, t] of the second tensor is 1. If the value is not above the pivot, both elements are 0.
-    """
-    is_above_PT = keys_T[None, :] < keys_P[:, None]
-    return tl.where(is_above_PT, masses_T[None, :], 0.0), is_above_PT.to(tl.int32)
-
-
-@triton.jit
 def _search(
-    row_ptr,
+    values_ptr,
     blocks_ptr,
     num_values,
     vocab,
     limit,
-    highest_key,
-    lowest_key,
-    IS_GATHERED: tl.constexpr,
+    low,
+    high,
+    IS_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    IS_COUNT: tl.constexpr = False,
+    LANES: tl.constexpr,
 ):
-    """Return the sort key of the nucleus cutoff, and the number of values with keys below the cutoff.
+    """Narrow the interval of sort keys from `low` to `high - 1` around the cutoff.
 
-    Also return `low`, which is explained below, and the number of values with keys below `low`.
+    The values are the log-probs of the tokens in a row's selected blocks, and each weighs its probability. If
+    IS_COUNT, the values are stored one after the other from `values_ptr` on, and each weighs 1.
 
-    The values are a row's block maxima, or the log-probs of the row's active blocks. A value of non-zero
-    probability is in the nucleus if the total probability of all higher values is below `limit`. If IS_COUNT,
-    every value counts as 1 instead of its probability.
+    The values with keys below `low` weigh less than `limit`. Those with keys below `high` weigh `limit` or
+    more, unless all values up to the caller's `high` weigh less. The search ends when at most one value has a
+    key from `low` to `high - 1`, or when `high - low` is at most 1. Then the interval holds the key of at
+    most one value, or of several equal values. So every value with a key below `high` is in the nucleus.
 
-    A higher value has a lower sort key. The search narrows the interval of sort keys from `low` to
-    `high - 1`. The values with keys below `low` have a total probability below `limit`, so a value with key
-    `low` is in the nucleus. The values with keys below `high` have a total probability of `limit` or more,
-    unless the total probability of all values is below `limit`. In that case, every value of non-zero
-    probability has a key below `high`. The search ends when at most one value has a key from `low` to
-    `high - 1`, or when `high - low` is at most 1. Then the interval holds the key of at most one value, or of
-    several equal values. All higher values have keys below `low`, so their total probability is below
-    `limit`. Every value with a key in the interval is therefore in the nucleus, and the search returns `high`
-    as the cutoff.
-
-    If there are at most HELD values, the search loads all values once, and keeps them in registers. With more
-    than HELD values, the search loads all values again in every round.
+    Returns:
+        `(low, high, below_high, is_short)`: the ends of the interval, the number of values with keys below
+        `high`, and whether they weigh less than `limit`.
     """
-    low = highest_key.to(tl.int64)
-    high = tl.full((), 0, tl.int64) + lowest_key
-    below_low = tl.full((), 0, tl.int32)
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
     below_high = tl.full((), 0, tl.int32)
-    pivot = tl.arange(0, PIVOTS)
-    is_held = num_values <= HELD
-    held = _values(row_ptr, blocks_ptr, 0, tl.where(is_held, num_values, 0), vocab, IS_GATHERED, BLOCK, HELD)
-    held_keys, held_masses = _sort_key_descending(held), _masses(held, IS_COUNT)
+    is_short = low <= high
     is_open = low < high
+    pivot = tl.arange(0, _PIVOTS)
+    lane = tl.arange(0, _DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     while is_open:
-        step = (high - low + (PIVOTS - 1)) // PIVOTS
+        step = (high - low + (_PIVOTS - 1)) // _PIVOTS
         keys_P = tl.minimum(low + step * (pivot + 1).to(tl.int64), high).to(tl.int32)
-        if is_held:
-            masses_PH, counts_PH = _above(held_keys, held_masses, keys_P)
-            masses_P, counts_P = tl.sum(masses_PH, 1), tl.sum(counts_PH, 1)
+        masses_PL = tl.zeros((_PIVOTS, LANES), tl.int64)
+        counts_PL = tl.zeros((_PIVOTS, LANES), tl.int32)
+        for start in range(0, num_values, _DEPTH * LANES):
+            at = start + lane
+            if IS_COUNT:
+                values = tl.load(values_ptr + at, mask=at < num_values, other=float("-inf"))
+            else:
+                _, values = _tile(values_ptr, blocks_ptr, at, num_values, vocab, BLOCK)
+            is_below = _sort_key_descending(values)[None, :, :] < keys_P[:, None, None]
+            counts_PL += tl.sum(is_below.to(tl.int32), 1)
+            if not IS_COUNT:
+                masses_PL += tl.sum(tl.where(is_below, _mass(values)[None, :, :], 0), 1)
+        counts_P = tl.sum(counts_PL, 1)
+        if IS_COUNT:
+            is_passed = counts_P < limit
         else:
-            masses_PT = tl.zeros((PIVOTS, TILE), tl.float64)
-            counts_PT = tl.zeros((PIVOTS, TILE), tl.int32)
-            for start in range(0, num_values, TILE):
-                values = _values(row_ptr, blocks_ptr, start, num_values, vocab, IS_GATHERED, BLOCK, TILE)
-                masses, counts = _above(_sort_key_descending(values), _masses(values, IS_COUNT), keys_P)
-                masses_PT += masses
-                counts_PT += counts
-            masses_P, counts_P = tl.sum(masses_PT, 1), tl.sum(counts_PT, 1)
-        num_passed = tl.sum((masses_P < limit).to(tl.int32), 0)
-        if num_passed > 0:
-            below_low = tl.sum(tl.where(pivot == num_passed - 1, counts_P, 0), 0)
-        below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, PIVOTS - 1), counts_P, 0), 0)
+            is_passed = tl.sum(tl.minimum(masses_PL, (1 << 62) // LANES), 1) < limit
+        num_passed = tl.sum(is_passed.to(tl.int32), 0)
+        is_short = num_passed == _PIVOTS
+        below_low = tl.sum(tl.where(pivot == num_passed - 1, counts_P, 0), 0)
+        below_high = tl.sum(tl.where(pivot == tl.minimum(num_passed, _PIVOTS - 1), counts_P, 0), 0)
         high = tl.minimum(low + step * (num_passed + 1).to(tl.int64), high)
         low = tl.minimum(low + step * num_passed.to(tl.int64), high)
         is_open = (below_high - below_low > 1) & (high - low > 1)
-    return high, below_high, low, below_low
+    return low, high, below_high, is_short
 
 
-@triton.jit
-def _write_blocks(maxima_ptr, blocks_ptr, num_blocks, key, HELD: tl.constexpr):
-    """Write the indices of the blocks whose maxima have sort keys below `key`."""
-    written = tl.full((), 0, tl.int32)
-    for start in range(0, num_blocks, HELD):
-        at = start + tl.arange(0, HELD)
-        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
-        is_active = _sort_key_descending(maxima).to(tl.int64) < key
-        tl.store(blocks_ptr + written + tl.cumsum(is_active.to(tl.int32), 0) - 1, at, mask=is_active)
-        written += tl.sum(is_active.to(tl.int32), 0)
-    tl.debug_barrier()  # the caller reads block indices that other threads wrote
-
-
-@triton.jit
+@kernel
 def _maxima_kernel(
     logprobs_ptr,
     limits_ptr,
@@ -367,192 +294,161 @@ def _maxima_kernel(
     row_stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(limits_ptr + row) > 0:
+        row_ptr = logprobs_ptr + row * row_stride
+        if IS_ALIGNED:
+            row_ptr = tl.multiple_of(row_ptr, 16)  # so that a load takes 16 bytes
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        values = tl.load(logprobs_ptr + row * row_stride + at, mask=at < vocab, other=float("-inf"))
-        values = values.to(tl.float32)
+        values = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         is_nan = values != values  # `tl.max` does not reliably return NaN for a block with NaN
         highest = tl.max(tl.where(is_nan, float("-inf"), values), 1)
         highest = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), highest)
         tl.store(maxima_ptr + row * num_blocks + block, highest, mask=block < num_blocks)
 
 
-@triton.jit
+@kernel
 def _cut_kernel(
     logprobs_ptr,
     limits_ptr,
     sampled_ptr,
     maxima_ptr,
-    sizes_ptr,
-    error_codes_ptr,
-    highest_ptr,
-    keys_ptr,
-    blocks_ptr,
-    active_ptr,
+    rows_ptr,
+    cuts_ptr,
     vocab,
     num_blocks,
     row_stride,
     lowest_key,
-    HAS_SAMPLED: tl.constexpr,
+    few_blocks,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     limit = tl.load(limits_ptr + row)
-    tl.store(sizes_ptr + row, 0)
-    tl.store(error_codes_ptr + row, 0)
-    tl.store(active_ptr + row, 0)
     if limit <= 0:
         return
-    if HAS_SAMPLED:
+    row_ptr = logprobs_ptr + row * row_stride
+    rows_ptr += row * 3
+    cuts_ptr += row * (2 + num_blocks)
+    blocks_ptr = cuts_ptr + 2
+    maxima_ptr += row * num_blocks
+    if sampled_ptr is not None:
         sampled = tl.load(sampled_ptr + row)
         if (sampled < 0) | (sampled >= vocab):
-            tl.store(error_codes_ptr + row, _SAMPLED_OUT_OF_RANGE)
+            tl.store(rows_ptr + 2, error(_SAMPLED_OUT_OF_RANGE, sampled))
             return
-    row_ptr = logprobs_ptr + row * row_stride
-    maxima_ptr += row * num_blocks
-    blocks_ptr += row * num_blocks
 
-    highest_H = tl.full((HELD,), float("-inf"), tl.float32)
-    has_nan_H = tl.zeros((HELD,), tl.int32)
-    for start in range(0, num_blocks, HELD):
-        at = start + tl.arange(0, HELD)
-        maxima = tl.load(maxima_ptr + at, mask=at < num_blocks, other=float("-inf"))
-        is_nan = maxima != maxima
-        has_nan_H |= is_nan.to(tl.int32)
-        highest_H = tl.maximum(highest_H, tl.where(is_nan, float("-inf"), maxima))
-    highest = tl.max(highest_H, 0)
-    if tl.max(has_nan_H, 0) > 0:
+    block = tl.arange(0, _MAX_BLOCKS)
+    maxima = tl.load(maxima_ptr + block, mask=block < num_blocks, other=float("-inf"))
+    is_nan = maxima != maxima
+    highest = tl.max(tl.where(is_nan, float("-inf"), maxima), 0)
+    if tl.max(is_nan.to(tl.int32), 0) > 0:
         highest = highest * float("nan")
-    tl.store(highest_ptr + row, highest)
-    if not (highest.to(tl.float64) <= _HIGHEST):
-        tl.store(error_codes_ptr + row, _NOT_LOGPROBS)
+    if not (highest <= _HIGHEST):
+        tl.store(rows_ptr + 2, error(_NOT_LOGPROBS, highest.to(tl.int32, bitcast=True)))
         return
 
-    highest_key = _sort_key_descending(highest)
-    key, num_active, _, _ = _search(
-        maxima_ptr,
-        maxima_ptr,
-        num_blocks,
-        vocab,
-        limit,
-        highest_key,
-        lowest_key,
-        False,
-        BLOCK,
-        HELD,
-        TILE,
-        PIVOTS,
-    )
-    if num_active * BLOCK > HELD:
-        # A block may hold several likely tokens, and only its maximum counted. If the tokens above the maxima
-        # of all other blocks reach the limit, the blocks with the highest maxima contain the nucleus.
-        _, _, few_key, num_few = _search(
+    first = _sort_key_descending(highest)
+    most = tl.full((), 0, tl.int32) + few_blocks
+    key = tl.full((), 0, tl.int64) + lowest_key
+    size = tl.full((), 0, tl.int32)
+    num_active = tl.full((), 0, tl.int32)
+    is_short = limit > 0
+    while is_short:
+        # All tokens with keys below `bound` are in the selected blocks.
+        bound, _, _, _ = _search(
             maxima_ptr,
-            maxima_ptr,
+            blocks_ptr,
             num_blocks,
             vocab,
-            HELD // BLOCK + 1,
-            highest_key,
+            most + 1,
+            first,
             lowest_key,
+            True,
+            BLOCK,
+            LANES,
+        )
+        maxima = tl.load(maxima_ptr + block, mask=block < num_blocks, other=float("-inf"))  # frees registers
+        is_active = _sort_key_descending(maxima) < bound
+        num_active = tl.sum(is_active.to(tl.int32), 0)
+        tl.debug_barrier()  # all threads have read the indices that are written again here
+        tl.store(blocks_ptr + tl.cumsum(is_active.to(tl.int32), 0) - 1, block, mask=is_active)
+        tl.debug_barrier()  # the search reads indices that other threads wrote
+        _, key, size, is_short = _search(
+            row_ptr,
+            blocks_ptr,
+            num_active * BLOCK,
+            vocab,
+            limit,
+            first,
+            bound,
             False,
             BLOCK,
-            HELD,
-            TILE,
-            PIVOTS,
-            True,
+            LANES,
         )
-        _write_blocks(maxima_ptr, blocks_ptr, num_blocks, few_key, HELD)
-        values = _values(row_ptr, blocks_ptr, 0, num_few * BLOCK, vocab, True, BLOCK, HELD)
-        is_above = _sort_key_descending(values).to(tl.int64) < few_key
-        mass = tl.sum(tl.where(is_above, tl.exp(values.to(tl.float64)), 0.0), 0)
-        if mass > limit + 1e-9:  # far more than the rounding of two float64 sums
-            key = few_key
-            num_active = num_few
-        tl.debug_barrier()  # all threads have read the indices that are written again below
-    _write_blocks(maxima_ptr, blocks_ptr, num_blocks, key, HELD)
-    tl.store(active_ptr + row, num_active)
-
-    key, size, _, _ = _search(
-        row_ptr,
-        blocks_ptr,
-        num_active * BLOCK,
-        vocab,
-        limit,
-        highest_key,
-        key,
-        True,
-        BLOCK,
-        HELD,
-        TILE,
-        PIVOTS,
-    )
-    tl.store(keys_ptr + row, key.to(tl.int32))
-    if HAS_SAMPLED:
+        is_short &= bound < lowest_key
+        most *= 8
+    tl.store(cuts_ptr, key.to(tl.int32))
+    tl.store(cuts_ptr + 1, num_active)
+    if sampled_ptr is not None:
         sampled_key = _sort_key_descending(tl.load(row_ptr + sampled).to(tl.float32))
         size += (sampled_key.to(tl.int64) >= key).to(tl.int32)
-    tl.store(sizes_ptr + row, size)
+    tl.store(rows_ptr, size.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
-def _place_kernel(sizes_ptr, starts_ptr, num_rows, capacity, TILE: tl.constexpr):
+@kernel
+def _place_kernel(rows_ptr, num_rows, capacity: tl.int64, TILE: tl.constexpr):
     end = tl.full((), 0, tl.int64)
     for first in range(0, num_rows, TILE):
         row = first + tl.arange(0, TILE)
-        sizes = tl.load(sizes_ptr + row, mask=row < num_rows, other=0).to(tl.int64)
+        size_ptr = rows_ptr + row * 3
+        exists = row < num_rows
+        is_valid = tl.load(size_ptr + 2, mask=exists, other=0) == 0
+        sizes = tl.where(is_valid, tl.load(size_ptr, mask=exists, other=0), 0)
         taken = tl.where(sizes <= capacity, sizes, 0)
         ends = end + tl.cumsum(taken, 0)
-        fits = (sizes <= capacity) & (ends <= capacity)
-        tl.store(starts_ptr + row, tl.where(fits, ends - sizes, -1), mask=row < num_rows)
+        fits = (taken > 0) & (ends <= capacity)
+        tl.store(size_ptr, sizes, mask=exists)
+        tl.store(size_ptr + 1, tl.where(fits, ends - sizes, -1), mask=exists)
         end += tl.sum(taken, 0)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@kernel
 def _compact_kernel(
     logprobs_ptr,
     sampled_ptr,
-    sizes_ptr,
-    keys_ptr,
-    blocks_ptr,
-    active_ptr,
-    starts_ptr,
+    rows_ptr,
+    cuts_ptr,
     entries_ptr,
     vocab,
     num_blocks,
     row_stride,
-    capacity,
-    HAS_SAMPLED: tl.constexpr,
+    capacity: tl.int64,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    size = tl.load(sizes_ptr + row)
-    place = tl.load(starts_ptr + row)
-    if (size == 0) | (place < 0):
+    place = tl.load(rows_ptr + row * 3 + 1)
+    if place < 0:
         return
+    end = place + tl.load(rows_ptr + row * 3)
     row_ptr = logprobs_ptr + row * row_stride
-    ids_ptr = entries_ptr
-    bits_ptr = entries_ptr + capacity
-    key = tl.load(keys_ptr + row)
-    end = place + size
-    num_values = tl.load(active_ptr + row) * BLOCK
+    cuts_ptr += row * (2 + num_blocks)
+    key = tl.load(cuts_ptr)
+    num_values = tl.load(cuts_ptr + 1) * BLOCK
     for start in range(0, num_values, TILE):
-        token_ids, values = _tile(
-            row_ptr, blocks_ptr + row * num_blocks, start, num_values, vocab, BLOCK, TILE
-        )
+        at = start + tl.arange(0, TILE)
+        token_ids, values = _tile(row_ptr, cuts_ptr + 2, at, num_values, vocab, BLOCK)
         is_inside = _sort_key_descending(values) < key
-        at = place + tl.cumsum(is_inside.to(tl.int32), 0) - 1
-        tl.store(ids_ptr + at, token_ids, mask=is_inside)
-        tl.store(bits_ptr + at, values.to(tl.int32, bitcast=True), mask=is_inside)
+        place_ptr = entries_ptr + place + tl.cumsum(is_inside.to(tl.int32), 0) - 1
+        tl.store(place_ptr, token_ids, mask=is_inside)
+        tl.store(place_ptr + capacity, values.to(tl.int32, bitcast=True), mask=is_inside)
         place += tl.sum(is_inside.to(tl.int32), 0)
-    if HAS_SAMPLED:
-        is_outside = place < end
+    if sampled_ptr is not None:
         sampled = tl.load(sampled_ptr + row)
         value = tl.load(row_ptr + sampled).to(tl.float32)
-        tl.store(ids_ptr + place, sampled.to(tl.int32), mask=is_outside)
-        tl.store(bits_ptr + place, value.to(tl.int32, bitcast=True), mask=is_outside)
+        tl.store(entries_ptr + place, sampled.to(tl.int32), mask=place < end)
+        tl.store(entries_ptr + capacity + place, value.to(tl.int32, bitcast=True), mask=place < end)

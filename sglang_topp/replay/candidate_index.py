@@ -24,7 +24,6 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.vocab_shards import Shard, first_true, reduce_sum
 
 __all__ = [
     "DENSE_SHARES",
@@ -33,11 +32,103 @@ __all__ = [
     "Entries",
     "RowIds",
     "Segments",
+    "Shard",
     "dense_mask",
-    "find_targets",
+    "first_true",
     "mask_logits",
-    "sets_on",
+    "reduce_max",
+    "reduce_sum",
+    "vocab_range",
 ]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The ids `start <= id < stop` that this rank holds, out of a vocabulary of `vocab_size` ids.
+
+    `vocab_size` is None if this rank holds only a part of the vocabulary, and the caller did not pass the
+    size. The last shard may contain padding, so `num_ids` counts only the ids below `vocab_size`. `group` has
+    the ranks that hold the vocabulary, or is None if this process holds all of it.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int | None
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, num_held: int, start: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
+        """Build the `Shard` of a rank that holds the ids from `start` to `start + num_held - 1`."""
+        if start < 0:
+            raise InvalidInputError(f"vocab_start: got {start}, expected 0 or more")
+        if vocab_size is not None and vocab_size < 1:
+            raise InvalidInputError(f"vocab_size: got {vocab_size}, expected 1 or more")
+        stop = start + num_held
+        if group is None:
+            vocab_size = stop if vocab_size is None else min(vocab_size, stop)
+        return cls(start, stop, vocab_size, group)
+
+    @property
+    def num_ids(self) -> int:
+        """The number of ids in the shard, not counting padding."""
+        stop = self.stop if self.vocab_size is None else min(self.stop, self.vocab_size)
+        return max(0, stop - self.start)
+
+    def count_ids(self, device: torch.device) -> int:
+        """Return the number of ids on all ranks, not counting padding."""
+        if self.group is None:
+            return self.num_ids
+        return int(reduce_sum(torch.tensor([self.num_ids], device=device), self.group))
+
+    def columns(self, token_ids: Tensor) -> Tensor:
+        """Return the column of each id among this rank's, or `num_ids` if another rank holds it."""
+        if self.vocab_size is not None and not self.start and self.vocab_size <= self.stop:
+            return token_ids  # all are this rank's
+        columns = token_ids - self.start
+        return columns.masked_fill_((columns < 0) | (columns >= self.num_ids), self.num_ids)
+
+
+def vocab_range(vocab_size: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Return `(vocab_start, vocab_stop)` of one rank's rows of the LM head, as `torch.chunk` splits them.
+
+    The first shards hold `ceil(vocab_size / tp_size)` ids each. The last shards may hold fewer ids, or none.
+    For a head that is padded to a multiple of `tp_size`, pass the padded size.
+
+    Raises:
+        InvalidInputError: the rank is not within the group, or a size is not positive.
+    """
+    if vocab_size < 1 or tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise InvalidInputError(
+            f"got vocab_size={vocab_size}, tp_size={tp_size}, tp_rank={tp_rank};"
+            " expected positive sizes and 0 <= tp_rank < tp_size"
+        )
+    width = -(-vocab_size // tp_size)
+    return min(tp_rank * width, vocab_size), min((tp_rank + 1) * width, vocab_size)
+
+
+def reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum `tensor` over the ranks of `group` in place, and return it. Without a group, nothing is summed.
+
+    In `torch.distributed`, by contrast, `group=None` means all processes.
+    """
+    if group is not None:
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Take the elementwise maximum over the ranks of `group` in place, as `reduce_sum` does the sum."""
+    if group is not None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def first_true(mask: Tensor) -> int | None:
+    """Return the index of the first True of a 1-D mask, or None.
+
+    The host waits until the device has computed the mask.
+    """
+    return int(mask.int().argmax()) if bool(mask.any()) else None
 
 
 @dataclass(frozen=True)
@@ -65,17 +156,8 @@ class Segments:
     """int64 [m]: the row that each entry reads."""
     offsets: Tensor
     """int64 [S + 1]."""
-    rows: Tensor | None = None
-    """int64 [S]: the row that each segment is added to, or None if it is `s`."""
-
-    @property
-    def out_rows(self) -> Tensor:
-        """int64 [S]: the row that each segment is added to."""
-        return (
-            torch.arange(len(self.offsets) - 1, device=self.offsets.device)
-            if self.rows is None
-            else self.rows
-        )
+    out_rows: Tensor | None = None
+    """int64 [S], ascending: the row that each segment is added to, or None if it is row `s`."""
 
     @functools.cached_property
     def plans(self) -> dict[int, Any]:
@@ -131,78 +213,64 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class RowIds:
-    """Some ids of each row of logits: row `r` has `ids[offsets[r]:offsets[r + 1]]`."""
+    """Some ids of each row of logits: row `r` has `columns[offsets[r]:offsets[r + 1]]`."""
 
-    ids: Tensor
+    columns: Tensor
+    """`Shard.columns` of the ids."""
     offsets: Tensor
-    shard: Shard | None = None
-    """The ids are token ids, of which the columns are this shard's; or None if they are columns already."""
 
     @functools.cached_property
     def stops(self) -> list[int]:
         """`offsets` on the host."""
         return self.offsets.tolist()
 
-    def columns(self) -> Tensor:
-        """Return the columns of all ids that this shard holds, int64."""
-        if self.shard is None:
-            return self.ids
-        columns = self.ids.long() - self.shard.start
-        return columns[(columns >= 0) & (columns < self.shard.num_ids)]
-
     def entries(self, rows: slice) -> slice:
         """Return the entries of some rows."""
         if rows == slice(0, len(self.offsets) - 1):
-            return slice(0, len(self.ids))
+            return slice(0, len(self.columns))
         return slice(self.stops[rows.start], self.stops[rows.stop])
 
-    def places(self, rows: slice, num_columns: int) -> Tensor:
-        """Return the index of each id in the flattened [C, num_columns] logits of some rows.
-
-        Ids of other shards get the index after the last one.
-        """
-        ids = self.ids[self.entries(rows)]
-        first = torch.arange(rows.stop - rows.start, device=ids.device) * num_columns
-        held = None
-        if self.shard is not None:
-            held = (ids >= self.shard.start) & (ids < self.shard.start + num_columns)
-            first -= self.shard.start
+    def places(self, rows: slice, width: int) -> Tensor:
+        """Return the index of each id in the flattened [C, width] values of some rows."""
+        columns = self.columns[self.entries(rows)]
+        first = torch.arange(rows.stop - rows.start, device=columns.device) * width
         sizes = self.offsets[rows.start : rows.stop + 1].diff().int()  # for int32 temporaries
-        places = torch.repeat_interleave(first, sizes, output_size=len(ids)).add_(ids)
-        return places if held is None else places.masked_fill_(~held, len(first) * num_columns)
+        return torch.repeat_interleave(first, sizes, output_size=len(columns)).add_(columns)
 
-    def mask(self, rows: slice, num_columns: int) -> Tensor:
-        """Return bool [C, num_columns], True at the ids of some rows."""
-        num_rows = rows.stop - rows.start
-        flat = torch.zeros(num_rows * num_columns + 1, dtype=torch.bool, device=self.ids.device)
-        flat.index_fill_(0, self.places(rows, num_columns), True)
-        return flat[:-1].view(num_rows, num_columns)
+    def mask(self, rows: slice, num_ids: int) -> Tensor:
+        """Return bool [C, num_ids], True at the ids of some rows."""
+        num_rows, width = rows.stop - rows.start, num_ids + 1  # one more column for the ids of other ranks
+        flat = torch.zeros(num_rows * width, dtype=torch.bool, device=self.columns.device)
+        return flat.index_fill_(0, self.places(rows, width), True).view(num_rows, width)[:, :num_ids]
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateIndex:
     """The candidates at the listed positions, and the dense positions. All tensors are on one device."""
 
+    shard: Shard
     token_ids: Tensor
     """int32 [n]: the token ids of all candidate sets."""
     span_offsets: Tensor
     """int64 [T + 1]: the offsets of all candidate sets."""
     rows: Tensor
-    """int64 [A]: the listed positions, ascending."""
+    """int64 [A]: the listed positions: those that are not dense, then the dense ones, each ascending."""
     segment: Tensor
     """int64 [m]: the index in `rows` of each listed candidate's position, ascending."""
     offsets: Tensor
     """int64 [A + 1]: position `rows[a]` has the listed candidates `offsets[a]:offsets[a + 1]`."""
+    positions: Tensor
+    """int64 [m]: the position of each listed candidate."""
     at: Tensor
     """int64 [m]: the index of each listed candidate in the flat arrays of the candidate sets."""
-    listed: Entries
-    """The m listed candidates."""
+    gathered: Entries
+    """The listed candidates at positions that are not dense, which come first."""
     dense_rows: Tensor
     """int64 [D]: the dense positions, ascending. They are listed only if every candidate is asked for."""
     dense_ids: RowIds
-    """The candidates of the dense positions."""
-    is_dense: Tensor | None
-    """bool [m]: whether each listed candidate is at a dense position, or None if none is."""
+    """The candidates of the dense positions; if these are listed, only those that this rank holds."""
+    lists_dense: bool
+    """Whether any dense position is listed."""
 
     @property
     def num_positions(self) -> int:
@@ -214,34 +282,15 @@ class CandidateIndex:
         sizes = self.span_offsets.diff().int()  # for int32 temporaries
         return torch.repeat_interleave(values, sizes, output_size=len(self.token_ids))
 
+    def sum_candidates(self, values: Tensor) -> Tensor:
+        """Return [T]: the sum of `values` [n] over the candidates of each position."""
+        return torch.segment_reduce(values, "sum", offsets=self.span_offsets)
+
     @functools.cached_property
     def occurring_ids(self) -> Tensor:
         """int64 [U]: this rank's columns that are candidates of any listed or dense position, ascending."""
-        ids: Tensor = torch.unique(torch.cat([self.listed.ids, self.dense_ids.columns()]))
-        return ids
-
-    @functools.cached_property
-    def picked(self) -> RowIds | None:
-        """The listed candidates at dense positions, by dense position, or None if all are gathered."""
-        if self.is_dense is None:
-            return None
-        rows = torch.searchsorted(self.dense_rows, self.listed.positions[self.is_dense])
-        return RowIds(self.listed.ids[self.is_dense], _offsets(rows, len(self.dense_rows)))
-
-    @functools.cached_property
-    def gathered(self) -> Entries:
-        """The listed candidates at positions that are not dense."""
-        if self.is_dense is None:
-            return self.listed
-        positions, ids = self.listed.positions[~self.is_dense], self.listed.ids[~self.is_dense]
-        return Entries(positions, ids, self.listed.num_positions, self.listed.num_ids)
-
-    @functools.cached_property
-    def places(self) -> tuple[Tensor, Tensor] | None:
-        """The places of `gathered` and `picked` among the listed candidates, or None if all are gathered."""
-        if self.is_dense is None:
-            return None
-        return (~self.is_dense).nonzero().squeeze(1), self.is_dense.nonzero().squeeze(1)
+        ids: Tensor = torch.unique(torch.cat([self.gathered.ids, self.dense_ids.columns]))
+        return ids[ids < self.shard.num_ids]
 
     @classmethod
     def of(
@@ -249,7 +298,6 @@ class CandidateIndex:
         sets: CandidateSets | CandidateTensors,
         device: torch.device,
         shard: Shard,
-        group: dist.ProcessGroup | None,
         *,
         smallest: int = 2,
         lists_all: bool = False,
@@ -270,19 +318,42 @@ class CandidateIndex:
             InvalidInputError: the `CandidateTensors` are not on `device`.
             InvalidCandidateSetsError: an id is outside the vocabulary, or not on exactly one rank.
         """
-        tensors = sets_on(sets, device)
-        key = (shard, group, smallest, lists_all, dense)
+        tensors = _sets_on(sets, device)
+        key = (shard, smallest, lists_all, dense)
         if (index := tensors._index_cache.get(key)) is not None:
             return index, device.type == "cpu"
         # Turn inference mode off. A later call with gradients may use the stored index, and autograd cannot
         # save inference tensors for the backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            index = _build(tensors, shard, group, smallest, lists_all, dense)
+            index = _build(tensors, shard, smallest, lists_all, dense)
         keys = {key}
         if dense is None or not len(index.dense_rows):
-            keys |= {(*key[:3], lists, share) for lists in (False, True) for share in {dense, None}}
+            keys |= {(shard, smallest, lists, share) for lists in (False, True) for share in {dense, None}}
         tensors._index_cache.update(dict.fromkeys(keys, index))
         return index, True
+
+    def find_targets(self, targets: Tensor, *, may_wait: bool) -> tuple[Tensor, Tensor | None]:
+        """Find each position's target among its candidates, and skip positions with empty sets.
+
+        Returns:
+            bool [m], whether each listed candidate is the target; and bool [T], whether the set of each
+            position lacks its target. The second is None if the host waited for the device and has checked
+            that none does.
+
+        Raises:
+            InvalidInputError: `may_wait` is True, and a target is not in its set.
+        """
+        sizes = self.span_offsets.diff()
+        narrow = targets.clamp(min=-1, max=torch.iinfo(torch.int32).max).int()
+        is_target = self.token_ids == self.per_candidate(narrow)
+        num_found = self.sum_candidates(is_target.float())
+        is_absent = (num_found == 0) & (sizes > 0)
+        if may_wait and (position := first_true(is_absent)) is not None:
+            raise InvalidInputError(
+                f"targets: {int(targets[position])} at position {position} is not among the"
+                f" {int(sizes[position])} candidates there; its log-prob would be minus infinity"
+            )
+        return is_target.index_select(0, self.at), None if may_wait else is_absent
 
 
 def dense_mask(
@@ -296,9 +367,9 @@ def dense_mask(
     If a row's set is empty, every element of the row is True, because softmax over a row without a True would
     be NaN. The mask is built without a loop and without waiting for the device.
     """
-    tensors = sets_on(sets, device)
+    tensors = _sets_on(sets, device)
     shard = Shard(vocab_start, vocab_start + vocab_local, None)
-    every = RowIds(tensors.token_ids, tensors.offsets, shard)
+    every = RowIds(shard.columns(tensors.token_ids), tensors.offsets)
     mask = every.mask(slice(0, len(tensors)), vocab_local)
     return mask.logical_or_((tensors.offsets.diff() == 0)[:, None])
 
@@ -318,30 +389,7 @@ def mask_logits(logits: Tensor, sets: CandidateSets | CandidateTensors, *, vocab
     return logits.masked_fill(mask.logical_not_(), -torch.inf)
 
 
-def find_targets(index: CandidateIndex, targets: Tensor, *, may_wait: bool) -> tuple[Tensor, Tensor | None]:
-    """Find each position's target among its candidates, and skip positions with empty sets.
-
-    Returns:
-        bool [m], whether each listed candidate is the target; and bool [T], whether the set of each position
-        lacks its target. The second is None if the host waited for the device and has checked that none does.
-
-    Raises:
-        InvalidInputError: `may_wait` is True, and a target is not in its set.
-    """
-    sizes = index.span_offsets.diff()
-    narrow = targets.clamp(min=-1, max=torch.iinfo(torch.int32).max).int()
-    is_target = index.token_ids == index.per_candidate(narrow)
-    num_found = torch.segment_reduce(is_target.float(), "sum", offsets=index.span_offsets)
-    is_absent = (num_found == 0) & (sizes > 0)
-    if may_wait and (position := first_true(is_absent)) is not None:
-        raise InvalidInputError(
-            f"targets: {int(targets[position])} at position {position} is not among the"
-            f" {int(sizes[position])} candidates there; its log-prob would be minus infinity"
-        )
-    return is_target.index_select(0, index.at), None if may_wait else is_absent
-
-
-def sets_on(sets: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
+def _sets_on(sets: CandidateSets | CandidateTensors, device: torch.device | str) -> CandidateTensors:
     """Return the candidate sets as tensors on `device`, without log-probs if `sets` is a `CandidateSets`.
 
     Raises:
@@ -361,87 +409,94 @@ def sets_on(sets: CandidateSets | CandidateTensors, device: torch.device | str) 
 def _build(
     sets: CandidateTensors,
     shard: Shard,
-    group: dist.ProcessGroup | None,
     smallest: int,
     lists_all: bool,
     dense: Literal["head", "logits"] | None,
 ) -> CandidateIndex:
-    token_ids, sizes, device = sets.token_ids, sets.offsets.diff(), sets.token_ids.device
-    num_positions, num_ids = len(sizes), shard.stop - shard.start
-    if shard.vocab_size is not None:
-        _check_ids(sets, shard.vocab_size)
-    is_listed = sizes >= smallest
-    _check_held(sets, is_listed, shard, group)
-    is_dense = torch.zeros_like(is_listed)
+    token_ids, sizes = sets.token_ids, sets.offsets.diff()
+    columns, is_listed = shard.columns(token_ids), sizes >= smallest
+    _check_ids(sets, columns, is_listed, shard)
+    is_dense = _dense_positions(sizes, is_listed, shard, dense)
+    rows, at, positions = _entries(is_listed & ~is_dense, columns, sizes, shard.num_ids)
+    gathered = Entries(positions, columns.index_select(0, at).long(), len(sizes), shard.stop - shard.start)
+    dense_rows = is_dense.nonzero().squeeze(1)
+    lists_dense = lists_all and len(dense_rows) > 0
+    if lists_dense:
+        _, at_dense, positions_dense = _entries(is_dense, columns, sizes, shard.num_ids)
+        rows, at = torch.cat([rows, dense_rows]), torch.cat([at, at_dense])
+        positions = torch.cat([positions, positions_dense])
+        held = torch.searchsorted(positions_dense, dense_rows)
+        ends = held.new_full((1,), len(at_dense))
+        dense_ids = RowIds(columns.index_select(0, at_dense), torch.cat([held, ends]))
+    else:
+        if len(dense_rows) < len(sizes):
+            columns = columns[torch.repeat_interleave(is_dense, sizes, output_size=len(columns))]
+        dense_ids = RowIds(columns, torch.nn.functional.pad(sizes[dense_rows].cumsum(0), (1, 0)))
+    number = torch.zeros_like(sizes).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+    segment = number.index_select(0, positions)
+    offsets = _offsets(segment, len(rows))
+    _ = dense_ids.stops  # so that no later call waits for them
+    return CandidateIndex(
+        shard,
+        token_ids,
+        sets.offsets.clone(),  # not an inference tensor
+        rows,
+        segment,
+        offsets,
+        positions,
+        at,
+        gathered,
+        dense_rows,
+        dense_ids,
+        lists_dense,
+    )
+
+
+def _dense_positions(
+    sizes: Tensor, is_listed: Tensor, shard: Shard, dense: Literal["head", "logits"] | None
+) -> Tensor:
+    """Return bool [T], True at the dense positions."""
     if dense is not None:
         share = DENSE_SHARES[dense]
-        vocab_size = int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))
-        is_large = is_listed & (sizes >= share.share * vocab_size)
+        smallest = share.share * shard.count_ids(sizes.device)
+        is_large = is_listed & (sizes >= smallest)
         num_rows, num_candidates = torch.stack([is_large.sum(), sizes[is_large].sum()]).tolist()
-        if num_rows and num_candidates >= share.share * vocab_size * (num_rows + share.more_rows):
-            is_dense = is_large
-    dense_rows = is_dense.nonzero().squeeze(1)
-    dense_ids = token_ids
-    if len(dense_rows) < num_positions:
-        dense_ids = token_ids[torch.repeat_interleave(is_dense, sizes, output_size=len(token_ids))]
-    dense_offsets = torch.nn.functional.pad(sizes[dense_rows].cumsum(0), (1, 0))
-    if not lists_all:
-        is_listed &= ~is_dense
-    rows = is_listed.nonzero().squeeze(1)
-    at = torch.empty(0, dtype=torch.int64, device=device)
-    positions = at
-    if len(rows):
-        position = torch.repeat_interleave(sizes, output_size=len(token_ids))
-        is_held = (token_ids >= shard.start) & (token_ids < shard.stop)
-        at = (is_held & is_listed.index_select(0, position)).nonzero().squeeze(1)
-        positions = position.index_select(0, at)
-    segment = (is_listed.cumsum(0) - 1).index_select(0, positions)
-    index = CandidateIndex(
-        token_ids=token_ids,
-        span_offsets=sets.offsets,
-        rows=rows,
-        segment=segment,
-        offsets=_offsets(segment, len(rows)),
-        at=at,
-        listed=Entries(positions, token_ids.index_select(0, at).long() - shard.start, num_positions, num_ids),
-        dense_rows=dense_rows,
-        dense_ids=RowIds(dense_ids, dense_offsets, shard),
-        is_dense=is_dense.index_select(0, positions) if lists_all and len(dense_rows) else None,
-    )
-    _ = index.dense_ids.stops, index.gathered, index.places  # so that no later call waits for them
-    if index.picked is not None:
-        _ = index.picked.stops
-    return index
+        if num_rows and num_candidates >= smallest * (num_rows + share.more_rows):
+            return is_large
+    return torch.zeros_like(is_listed)
+
+
+def _entries(is_row: Tensor, columns: Tensor, sizes: Tensor, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the positions where `is_row` is True, and `at` and `positions` of their candidates."""
+    rows = is_row.nonzero().squeeze(1)
+    if not len(rows):
+        return rows, rows, rows
+    position = torch.repeat_interleave(sizes, output_size=len(columns))
+    at = ((columns < num_ids) & is_row.index_select(0, position)).nonzero().squeeze(1)
+    return rows, at, position.index_select(0, at)
 
 
 def _offsets(ascending: Tensor, num_segments: int) -> Tensor:
     return torch.searchsorted(ascending, torch.arange(num_segments + 1, device=ascending.device))
 
 
-def _check_ids(sets: CandidateTensors, vocab_size: int) -> None:
-    entry = first_true(sets.token_ids >= vocab_size)
-    if entry is not None:
+def _check_ids(sets: CandidateTensors, columns: Tensor, is_used: Tensor, shard: Shard) -> None:
+    """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate of the used positions."""
+    size = shard.vocab_size
+    if size is not None and (entry := first_true(sets.token_ids >= size)) is not None:
         position = int(torch.searchsorted(sets.offsets, entry, right=True)) - 1
         raise InvalidCandidateSetsError(
             "token_ids",
-            f"got {int(sets.token_ids[entry])} at position {position},"
-            f" outside the vocabulary of {vocab_size}",
+            f"got {int(sets.token_ids[entry])} at position {position}, outside the vocabulary of {size}",
         )
-
-
-def _check_held(
-    sets: CandidateTensors, is_used: Tensor, shard: Shard, group: dist.ProcessGroup | None
-) -> None:
-    """Raise InvalidCandidateSetsError unless exactly one rank holds each candidate of the used positions."""
-    if group is None and shard.start == 0:
-        return  # `_check_ids` has checked it
+    if shard.group is None and not shard.start:
+        return
+    held = (columns < shard.num_ids).float()
+    num_held = reduce_sum(torch.segment_reduce(held, "sum", offsets=sets.offsets), shard.group)
     sizes = sets.offsets.diff()
-    held = (sets.token_ids >= shard.start) & (sets.token_ids < shard.stop)
-    num_held = reduce_sum(torch.segment_reduce(held.float(), "sum", offsets=sets.offsets), group)
-    position = first_true((num_held != sizes) & is_used)
-    if position is not None:
+    if (wrong := first_true((num_held != sizes) & is_used)) is not None:
         raise InvalidCandidateSetsError(
             "token_ids",
-            f"the vocabulary shards hold {int(num_held[position])} of the {int(sizes[position])} candidates"
-            f" at position {position}; check vocab_start, and that the shards meet",
+            f"the vocabulary shards hold {int(num_held[wrong])} of the {int(sizes[wrong])} candidates"
+            f" at position {wrong}; check vocab_start, and that the shards meet",
         )

@@ -19,20 +19,10 @@ from sglang_topp.candidates.csr_operations import first_true as first_true_on_ho
 from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of, rows_of
 from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.candidate_index import CandidateIndex, RowIds
-from sglang_topp.replay.candidate_softmax import CandidateSoftmax, kl_terms, segment_sums
-from sglang_topp.replay.lm_head_weight_grad import WeightGrad
-from sglang_topp.replay.logit_scaling import LogitTransform
-from sglang_topp.replay.logit_sources import (
-    Work,
-    accumulation_dtype,
-    check_head,
-    evaluate_head,
-    head_chunk_bytes,
-)
+from sglang_topp.replay.candidate_index import CandidateIndex, Shard, first_true
+from sglang_topp.replay.lm_head import WeightGrad
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.vocab_pass import SoftmaxOver, VocabPass, check_chunk_rows
-from sglang_topp.replay.vocab_shards import Shard, first_true, reduce_sum
+from sglang_topp.replay.scores import Policy, kl_terms, score_sets
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
@@ -143,88 +133,61 @@ def distillation_loss(
             or by several ranks; or the probabilities of a set sum to more than 1.002. A sum from 1 to 1.002
             may come from rounding, and raises no error.
     """
-    check_head(hidden, weight, bias)
     _check_names(direction, outside)
-    check_chunk_rows(chunk_rows)
-    num_positions = len(hidden)
+    has_tail, reverse = outside == "tail", direction == "reverse"
+    shard = Shard.of(len(weight), vocab_start, vocab_size, tp_group)
+    policy = Policy.of_head(
+        hidden,
+        weight,
+        bias,
+        targets=None,
+        scaling=(temperature, softcap, logit_scale),
+        shard=shard,
+        chunk_rows=chunk_rows,
+        weight_grad=weight_grad,
+        backend=backend,
+        needs_all=has_tail,
+    )
+    num_positions, device = len(hidden), hidden.device
     if len(teacher_sets) != num_positions:
         raise InvalidInputError(
             f"teacher_sets: got {len(teacher_sets)} positions for {num_positions} hidden states; position t"
             " belongs to the state that predicts its token"
         )
-    transform = LogitTransform.of(temperature, num_positions, softcap=softcap, logit_scale=logit_scale)
+    transform = policy.transform(device, num_positions)
     counts = teacher_sets.sizes > 0
     if loss_mask is not None:
         counts &= as_bool_mask(loss_mask, num_positions)
-    has_tail, reverse = outside == "tail", direction == "reverse"
-    dtype = accumulation_dtype(hidden=hidden, weight=weight)
-    shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
     teacher = _Teacher.of(
         teacher_sets,
         counts,
-        num_ids=_num_ids(shard, hidden.device, tp_group) if has_tail else None,
+        num_ids=shard.count_ids(device) if has_tail else None,
         smallest_tail=_SMALLEST_TAIL if reverse else 0.0,
     )
     index, _ = CandidateIndex.of(
         teacher.sets,
-        hidden.device,
+        device,
         shard,
-        tp_group,
         smallest=1 if has_tail else 2,
         lists_all=True,
-        dense=None if has_tail else "head",
+        dense=None if has_tail else policy.dense,
     )
-    work = Work.over_candidates(index, None)
-    rows = index.rows if has_tail else index.dense_rows
-    if has_tail or len(rows):
-        members = RowIds(index.listed.ids, index.offsets) if has_tail else index.picked
-        vocab = VocabPass(
-            len(rows),
-            shard.num_ids,
-            softmaxes=[SoftmaxOver("others", members)] if has_tail else [],
-            columns=None,
-            picks=members,
-            entropy=False,
-            transform=transform.take(rows),
-            dtype=dtype,
-            group=tp_group,
-            chunk_rows=chunk_rows,
-            chunk_bytes=head_chunk_bytes(hidden, dtype),
-        )
-        work = Work(
-            index, None if has_tail else index.gathered, vocab, rows if len(rows) < num_positions else None
-        )
-    raw, softmaxes = evaluate_head(
-        work, hidden, weight, bias, shard=shard, group=tp_group, weight_grad=weight_grad, backend=backend
-    )
+    scores, log_tail = score_sets(policy, index, transform, each=True, tail=has_tail)
 
-    logits = transform.of_entries(raw, index.listed.positions)
-    tail = softmaxes[0].log_total if has_tail else None
-    student = CandidateSoftmax.of(logits, index, tp_group, tail=tail)
-    other = torch.tensor(teacher.logprobs, dtype=dtype, device=hidden.device).index_select(0, index.at)
-    (kl,) = segment_sums(index, tp_group, _terms(student.logprobs(index, tp_group), other, reverse))
-    if student.log_tail is not None:
-        other_tail = torch.tensor(teacher.tail, dtype=dtype, device=hidden.device).index_select(0, index.rows)
-        kl = kl + _terms(student.log_tail, other_tail, reverse)
-    if (row := first_true(~kl.isfinite())) is not None:
+    def terms(student: Tensor | None, log_teacher: NDArray[np.float64] | None) -> Tensor:
+        assert student is not None
+        teacher = torch.tensor(log_teacher, dtype=policy.dtype, device=device)
+        return kl_terms(student, teacher) if reverse else kl_terms(teacher, student)
+
+    kl = index.sum_candidates(terms(scores.candidate_logprobs, teacher.logprobs))
+    if log_tail is not None:
+        kl = kl + terms(log_tail, teacher.tail)
+    if (position := first_true(~kl.isfinite())) is not None:
         raise InvalidInputError(
-            f"the KL at position {int(index.rows[row])} is {float(kl.detach()[row])}: this policy gives a"
-            " candidate, or all that is outside of the set, no probability, or among its logits is a NaN or"
-            " +inf"
+            f"the KL at position {position} is {float(kl.detach()[position])}: this policy gives a candidate,"
+            " or all that is outside of the set, no probability, or among its logits is a NaN or +inf"
         )
-    kl = kl.new_zeros(num_positions).index_copy(0, index.rows, kl)
-    return DistillationLoss(kl, torch.tensor(counts, device=kl.device))
-
-
-def _terms(student: Tensor, teacher: Tensor, reverse: bool) -> Tensor:
-    return kl_terms(student, teacher) if reverse else kl_terms(teacher, student)
-
-
-def _num_ids(shard: Shard, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the vocabulary size without padding, by adding up the number of ids that each rank holds."""
-    if group is None:
-        return shard.num_ids
-    return int(reduce_sum(torch.tensor([shard.num_ids], device=device), group))
+    return DistillationLoss(kl, torch.tensor(counts, device=device))
 
 
 def _check_names(direction: str, outside: str) -> None:
@@ -251,7 +214,7 @@ class _Teacher:
     logprobs: NDArray[np.float64]
     """[n]: the normalized log-probs of the candidates."""
     tail: NDArray[np.float64] | None
-    """[T]: the normalized log-prob of the tail, or None without a tail."""
+    """[T]: the normalized log-prob of the tail, 0 where the set is empty; or None without a tail."""
 
     @classmethod
     def of(
@@ -290,7 +253,7 @@ class _Teacher:
             with np.errstate(divide="ignore"):
                 log_tail = np.log(tail)
             log_total = np.logaddexp(log_mass, log_tail)
-            log_tail = log_tail - log_total
+            log_tail = np.where(sets.sizes == 0, 0.0, log_tail - log_total)
         return cls(sets, logprobs - np.repeat(log_total, sets.sizes), log_tail)
 
 

@@ -64,14 +64,18 @@ def segment_add(out: Tensor, source: Tensor, segments: Segments, weights: Tensor
     `segment_sum`.
     """
     source, rows = _compact(source, segments.source_rows, weights.dtype)
+    assert segments.out_rows is not None
+    num_segments = len(segments.out_rows)
+    if not weights.is_cpu:  # the empty segments at the end repeat a row
+        num_segments = int((segments.offsets[:-1] < len(weights)).sum())
     # A step's sums take twice `_CHUNK_BYTES`. All steps are about equally large.
-    num_segments, step = len(segments.out_rows), 2 * _step(source, weights.dtype)
+    step = 2 * _step(source, weights.dtype)
     step = -(-num_segments // max(1, -(-num_segments // step)))
     for start in range(0, num_segments, max(1, step)):
-        bounds = segments.offsets[start : start + step + 1]
+        bounds = segments.offsets[start : min(start + step, num_segments) + 1]
         entries = slice(int(bounds[0]), int(bounds[-1]))
         sums = _bags(source, rows[entries], weights[entries], bounds - entries.start)
-        _add_rows(out, segments.out_rows[start : start + step], sums)
+        _add_rows(out, segments.out_rows[start : start + len(sums)], sums)
         del sums  # free these sums before the next step allocates its own
 
 

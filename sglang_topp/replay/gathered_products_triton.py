@@ -161,7 +161,7 @@ def _block(width: int) -> int:
     return min(_MAX_BLOCK, block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _dot_kernel(
     left_ptr,
     left_rows_ptr,
@@ -190,7 +190,7 @@ def _dot_kernel(
     tl.store(out_ptr + entry, tl.sum(total, axis=1), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _piece_kernel(
     source_ptr,
     source_rows_ptr,
@@ -237,7 +237,7 @@ def _piece_kernel(
             tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _join_kernel(
     partial_ptr,
     long_segment_ptr,

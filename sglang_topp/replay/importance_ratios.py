@@ -23,8 +23,8 @@ from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.candidates.torch_tensors import to_numpy
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
+from sglang_topp.replay.candidate_index import reduce_max, reduce_sum
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.vocab_shards import reduce_max, reduce_sum
 
 __all__ = ["ReplayMetrics", "replay_metrics", "replayed_old_logprobs"]
 
@@ -59,12 +59,8 @@ class ReplayMetrics:
 
     def __add__(self, other: ReplayMetrics) -> ReplayMetrics:
         """Combine the metrics of two groups of tokens."""
-        return ReplayMetrics(
-            *(
-                max(mine, theirs) if field.name in _MAXIMA else mine + theirs
-                for field, mine, theirs in zip(fields(self), astuple(self), astuple(other), strict=True)
-            )
-        )
+        mine, theirs = np.array(astuple(self)), np.array(astuple(other))
+        return self._of((mine + theirs).tolist(), np.maximum(mine, theirs).tolist())
 
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
@@ -76,14 +72,14 @@ class ReplayMetrics:
         `device`.
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
-        maxima = reduce_max(sums.clone(), group).tolist()
-        reduce_sum(sums, group)
-        return ReplayMetrics(
-            *(
-                high if field.name in _MAXIMA else total
-                for field, total, high in zip(fields(self), sums.tolist(), maxima, strict=True)
-            )
-        )
+        maxima = reduce_max(sums.clone(), group)
+        return self._of(reduce_sum(sums, group).tolist(), maxima.tolist())
+
+    @classmethod
+    def _of(cls, sums: list[float], maxima: list[float]) -> ReplayMetrics:
+        """Return the metrics whose fields are maxima where `_MAXIMA` says so, and else sums."""
+        three = zip(fields(cls), sums, maxima, strict=True)
+        return cls(*(high if field.name in _MAXIMA else total for field, total, high in three))
 
     def summary(self) -> dict[str, float]:
         """Return means and maxima by name, for a logger.

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.vocab_shards import reduce_sum
+from sglang_topp.replay.candidate_index import reduce_sum
 
 __all__ = ["Layout", "RowSelection", "as_bool_mask"]
 
@@ -223,9 +223,13 @@ class Layout:
         return np.asarray(self.cu_seqlens, np.int64)
 
     @property
+    def _is_zigzag(self) -> bool:
+        return self.split == "zigzag" and self.cp_size > 1
+
+    @property
     def _multiple(self) -> int:
         """Context parallelism can split a padded length only if the length is a multiple of this number."""
-        return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
+        return 2 * self.cp_size if self._is_zigzag else self.cp_size
 
     def _place(
         self, padded: Int64Array, sample: Int64Array, column: Int64Array
@@ -241,19 +245,14 @@ class Layout:
             total = int(self._edges[-1])
         elif self.format == "thd":
             total = -(-total // self.cp_size) * self.cp_size
-        num_rows = total // self.cp_size
-        if self.split == "zigzag" and self.cp_size > 1:
-            chunk = padded[sample] // (2 * self.cp_size)
-            number, inside = np.divmod(column, chunk)
-            is_first = number < self.cp_size
-            owner = np.where(is_first, number, 2 * self.cp_size - 1 - number)
-            return owner, first[sample] // self.cp_size + np.where(is_first, 0, chunk) + inside, num_rows
-        if self.format == "bshd":
-            part = padded[sample] // self.cp_size
-            owner, inside = np.divmod(column, part)
-            return owner, sample * part + inside, num_rows
-        owner, row = np.divmod(first[sample] + column, max(num_rows, 1))
-        return owner, row, num_rows
+        length, first = padded[sample], first[sample]
+        if self.format == "thd" and not self._is_zigzag:  # the whole stream is cut, not each sequence
+            length, first, column = np.full_like(column, max(total, 1)), np.zeros_like(column), first + column
+        number, inside = np.divmod(column, length // (2 * self.cp_size if self._is_zigzag else self.cp_size))
+        second = self._is_zigzag & (number >= self.cp_size)  # of the two chunks that a rank holds
+        owner = np.where(second, 2 * self.cp_size - 1 - number, number)
+        row = first // self.cp_size + np.where(second, length // (2 * self.cp_size), 0) + inside
+        return owner, row, total // self.cp_size
 
 
 @dataclass(frozen=True, eq=False)

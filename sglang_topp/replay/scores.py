@@ -5,7 +5,8 @@ states and the LM head, which reduces the work from T * V * H to n * H and the m
 set is a large part of the vocabulary, and for scores over the vocabulary, it computes all logits, a chunk of
 positions at a time.
 
-Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all.
+Shape legend: T positions, H hidden size, V ids held by this rank, n candidates in all, A listed positions, m
+listed candidates that this rank holds.
 """
 
 from __future__ import annotations
@@ -18,32 +19,46 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_index import CandidateIndex, RowIds, find_targets
-from sglang_topp.replay.candidate_softmax import CandidateSoftmax, kl_terms, segment_sums, sum_over_ranks
-from sglang_topp.replay.lm_head_weight_grad import WeightGrad
-from sglang_topp.replay.logit_scaling import LogitTransform
-from sglang_topp.replay.logit_sources import (
-    LogitsSource,
-    Work,
+from sglang_topp.replay.candidate_index import (
+    CandidateIndex,
+    RowIds,
+    Shard,
+    first_true,
+    reduce_max,
+    reduce_sum,
+)
+from sglang_topp.replay.lm_head import (
+    HeadSource,
+    WeightGrad,
+    WeightGradSink,
     accumulation_dtype,
     check_head,
     check_targets,
-    evaluate,
-    evaluate_head,
-    head_chunk_bytes,
+    products_of,
     refuse_dtensors,
 )
-from sglang_topp.replay.vocab_pass import Softmax, SoftmaxOver, VocabPass, check_chunk_rows
-from sglang_topp.replay.vocab_shards import Shard, first_true, reduce_sum
+from sglang_topp.replay.logits import (
+    LOG_PROB_FLOOR,
+    LogitsSource,
+    LogitTransform,
+    Softmax,
+    Source,
+    VocabPass,
+    evaluate,
+    gradient_of_softmax,
+)
 
-__all__ = ["Scores", "score", "score_logits"]
+__all__ = ["Policy", "Scores", "kl_terms", "score", "score_logits", "score_sets"]
 
+# How many bytes the logits of a chunk take.
 _LOGITS_CHUNK_BYTES = 1 << 23
+_HEAD_CHUNK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -163,28 +178,20 @@ def score(
             NaN. The message names the argument or the position.
         InvalidCandidateSetsError: a candidate id is outside the vocabulary, or is not on exactly one rank.
     """
-    check_head(hidden, weight, bias, targets)
-    dtype = accumulation_dtype(hidden=hidden, weight=weight)
-    shard = Shard.of(len(weight), vocab_start, vocab_size, parallel=tp_group is not None)
-
-    def run(work: Work) -> tuple[Tensor, list[Softmax]]:
-        return evaluate_head(
-            work, hidden, weight, bias, shard=shard, group=tp_group, weight_grad=weight_grad, backend=backend
-        )
-
-    return _score(
-        run,
-        targets,
-        sets,
-        _Asked(entropy, full, per_candidate, kl_to),
-        shard=shard,
-        group=tp_group,
-        dtype=dtype,
-        dense="head",
+    check_targets(targets)
+    policy = Policy.of_head(
+        hidden,
+        weight,
+        bias,
+        targets=targets,
+        scaling=(temperature, softcap, logit_scale),
+        shard=Shard.of(len(weight), vocab_start, vocab_size, tp_group),
         chunk_rows=chunk_rows,
-        chunk_bytes=head_chunk_bytes(hidden, dtype),
-        scaling={"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale},
+        weight_grad=weight_grad,
+        backend=backend,
+        needs_all=sets is None or full,
     )
+    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -237,32 +244,112 @@ def score_logits(
     if logits.device != targets.device:
         raise InvalidInputError(f"targets: it is on {targets.device}, and logits is on {logits.device}")
     dtype = accumulation_dtype(logits=logits)
-    shard = Shard.of(logits.shape[1], vocab_start, vocab_size, parallel=tp_group is not None)
-
-    def run(work: Work) -> tuple[Tensor, list[Softmax]]:
-        source = functools.partial(
-            LogitsSource,
-            shape=logits.shape,
-            grad_dtype=logits.dtype,
-            rows=work.rows,
-            num_ids=shard.num_ids,
-            dtype=dtype,
-        )
-        return evaluate(work, source, logits)
-
-    return _score(
-        run,
-        targets,
-        sets,
-        _Asked(entropy, full, per_candidate, kl_to),
-        shard=shard,
-        group=tp_group,
-        dtype=dtype,
-        dense="logits",
-        chunk_rows=chunk_rows,
-        chunk_bytes=_LOGITS_CHUNK_BYTES,
-        scaling={"temperature": temperature},
+    shard = Shard.of(logits.shape[1], vocab_start, vocab_size, tp_group)
+    source = functools.partial(LogitsSource, num_ids=shard.num_ids, dtype=dtype)
+    policy = Policy(
+        source,
+        (logits,),
+        shard,
+        dtype,
+        (temperature, None, 1.0),
+        _chunk_rows(chunk_rows, shard, dtype, _LOGITS_CHUNK_BYTES),
+        "logits",
     )
+    return _score(policy, targets, sets, _Asked(entropy, full, per_candidate, kl_to))
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """Where a policy's logits come from."""
+
+    source: Callable[..., Source]
+    """Makes a source from `tensors` and the rows of a pass."""
+    tensors: tuple[Tensor | None, ...]
+    """The first is [T, ...]."""
+    shard: Shard
+    dtype: torch.dtype
+    """The dtype of sums and results."""
+    scaling: tuple[float | Tensor, float | None, float]
+    """Temperature, soft cap, and logit scale."""
+    chunk_rows: int
+    dense: Literal["head", "logits"]
+    """The key of `DENSE_SHARES` that tells which positions are dense."""
+    sink: WeightGradSink | None = None
+
+    @classmethod
+    def of_head(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        targets: Tensor | None,
+        scaling: tuple[float | Tensor, float | None, float],
+        shard: Shard,
+        chunk_rows: int | None,
+        weight_grad: WeightGrad,
+        backend: str,
+        needs_all: bool,
+    ) -> Policy:
+        """Build the policy `softmax(head(hidden))`. `score` defines the arguments.
+
+        `needs_all` tells whether a score needs all logits.
+
+        Raises:
+            InvalidInputError: an argument is not valid, or does not match another one.
+        """
+        check_head(hidden, weight, bias, targets)
+        dtype = accumulation_dtype(hidden=hidden, weight=weight)
+        ops = products_of(backend, hidden, dtype)
+        sink = WeightGradSink(weight_grad, weight, hidden, dtype, ops)
+        if needs_all and isinstance(weight_grad, str) and weight_grad == "sparse":
+            raise InvalidInputError(
+                "weight_grad: got 'sparse', expected 'dense' or a buffer: over the whole vocabulary every id"
+                " has a gradient"
+            )
+        # Each chunk adds to the whole gradient of the weight, so large batches have large chunks.
+        num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
+        return cls(
+            functools.partial(HeadSource, shard=shard, dtype=dtype, ops=ops, sink=sink),
+            (hidden, sink.attach(weight), bias),
+            shard,
+            dtype,
+            scaling,
+            _chunk_rows(chunk_rows, shard, dtype, num_bytes),
+            "head",
+            sink,
+        )
+
+    def transform(self, device: torch.device, num_positions: int, *, may_wait: bool = True) -> LogitTransform:
+        """Check `scaling`, and return the transform to logits."""
+        return LogitTransform.of(*self.scaling, num_positions=num_positions, device=device, may_wait=may_wait)
+
+    def over_vocabulary(
+        self, rows: Tensor | None, columns: Tensor | None, transform: LogitTransform, **values: Any
+    ) -> VocabPass:
+        """Describe a pass over the logits of the positions `rows`, or of all T. `columns` is [T]."""
+        num_rows = num_positions = len(next(each for each in self.tensors if each is not None))
+        if rows is not None:
+            num_rows = len(rows)
+            rows = None if num_rows == num_positions else rows
+        if rows is not None and columns is not None:
+            columns = columns.index_select(0, rows)
+        return VocabPass(
+            self.shard,
+            num_rows,
+            rows,
+            transform,
+            columns=columns,
+            dtype=self.dtype,
+            chunk_rows=self.chunk_rows,
+            **values,
+        )
+
+
+def _chunk_rows(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_bytes: int) -> int:
+    if chunk_rows is not None and chunk_rows < 1:
+        raise InvalidInputError(f"chunk_rows: got {chunk_rows}, expected 1 or more")
+    return chunk_rows or max(1, num_bytes // max(1, shard.num_ids * dtype.itemsize))
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,133 +366,249 @@ class _Asked:
 
 
 def _score(
-    run: Callable[[Work], tuple[Tensor, list[Softmax]]],
-    targets: Tensor,
-    sets: CandidateSets | CandidateTensors | None,
-    asked: _Asked,
-    *,
-    shard: Shard,
-    group: dist.ProcessGroup | None,
-    dtype: torch.dtype,
-    dense: Literal["head", "logits"],
-    scaling: dict[str, Any],
-    chunk_rows: int | None,
-    chunk_bytes: int,
+    policy: Policy, targets: Tensor, sets: CandidateSets | CandidateTensors | None, asked: _Asked
 ) -> Scores:
-    """Score from the source that `run` evaluates, whose name is `dense`."""
-    check_chunk_rows(chunk_rows)
-    vocab_pass = functools.partial(
-        VocabPass,
-        num_ids=shard.num_ids,
-        entropy=asked.entropy,
-        dtype=dtype,
-        group=group,
-        chunk_rows=chunk_rows,
-        chunk_bytes=chunk_bytes,
-    )
-    index, may_wait = None, True
     if sets is None:
         _refuse_without_sets(asked)
-    elif len(sets) != len(targets):
+        columns = _columns(targets, policy.shard, checks=True)
+        transform = policy.transform(targets.device, len(targets))
+        vocab = policy.over_vocabulary(
+            None, columns, transform, dropped=[_drop_none], picks=None, entropy=asked.entropy
+        )
+        _, (full,) = evaluate(None, vocab, policy.source, *policy.tensors)
+        _check_numbers(full.logprobs, "over the vocabulary ", "its logits")
+        return Scores(full.logprobs, full.entropy)
+    if len(sets) != len(targets):
         raise InvalidInputError(
             f"sets: got {len(sets)} positions for {len(targets)} targets; select both with the same"
             " RowSelection"
         )
+    # If all candidates are listed, existing logits and a pass over all positions give each one's logit.
+    has_logits = asked.values_of_candidates and (asked.full or policy.dense == "logits")
+    index, may_wait = CandidateIndex.of(
+        sets,
+        targets.device,
+        policy.shard,
+        lists_all=asked.values_of_candidates,
+        dense=None if has_logits else policy.dense,
+    )
+    is_target, is_absent = index.find_targets(targets, may_wait=may_wait)
+    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or asked.full)
+    scores, _ = score_sets(
+        policy,
+        index,
+        transform,
+        is_target=is_target,
+        columns=_columns(targets, policy.shard, checks=asked.full),
+        entropy=asked.entropy,
+        each=asked.values_of_candidates,
+        full=asked.full,
+    )
+    _check_numbers(scores.full_logprobs, "over the vocabulary ", "its logits")
+    if is_absent is None:
+        _check_numbers(scores.logprobs, "", "its candidates' logits")
     else:
-        # If all candidates are listed, existing logits and a pass over all positions give each one's logit.
-        has_logits = asked.values_of_candidates and (asked.full or dense == "logits")
-        index, may_wait = CandidateIndex.of(
-            sets,
-            targets.device,
-            shard,
-            group,
-            lists_all=asked.values_of_candidates,
-            dense=None if has_logits else dense,
-        )
-        is_target, is_absent = find_targets(index, targets, may_wait=may_wait)
-    transform = LogitTransform.of(num_positions=len(targets), may_wait=may_wait or asked.full, **scaling)
-
-    full = None
-    if index is None or asked.full:
-        over, picks = [SoftmaxOver("all")], None
-        if index is not None:
-            picks = RowIds(index.listed.ids, index.listed.by_position.offsets)
-            if len(index.dense_rows):
-                over.append(SoftmaxOver("candidates", RowIds(index.token_ids, index.span_offsets, shard)))
-        columns = _columns(targets, shard, group, checks=True)
-        vocab = vocab_pass(len(targets), softmaxes=over, columns=columns, picks=picks, transform=transform)
-        raw, (full, *at_all) = run(Work(index, None, vocab))
-        _check_numbers(full.logprobs, "over the vocabulary ", "its logits")
-        if index is None:
-            return Scores(full.logprobs, full.entropy)
-        at_dense = [softmax.take(index.dense_rows) for softmax in at_all]
-    elif len(rows := index.dense_rows):
-        vocab = vocab_pass(
-            len(rows),
-            softmaxes=[] if asked.values_of_candidates else [SoftmaxOver("candidates", index.dense_ids)],
-            columns=_columns(targets.index_select(0, rows), shard),
-            picks=index.picked,
-            transform=transform.take(rows),
-        )
-        raw, at_dense = run(Work.over_candidates(index, vocab))
-    else:
-        raw, at_dense = run(Work.over_candidates(index, None))
-
-    logits = transform.of_entries(raw, index.listed.positions)
-    softmax = CandidateSoftmax.of(logits, index, group, target=is_target, entropy=asked.entropy)
-    # Where the host has not waited for the device, a position whose set lacks its target scores NaN.
-    broken = None if is_absent is None else torch.where(is_absent, torch.nan, 1.0).to(dtype)
-    scores = _over_sets(softmax, at_dense, index, asked, group, broken=broken)
-    return scores if full is None else replace(scores, full_logprobs=full.logprobs, full_entropy=full.entropy)
-
-
-def _over_sets(
-    softmax: CandidateSoftmax,
-    at_dense: list[Softmax],
-    index: CandidateIndex,
-    asked: _Asked,
-    group: dist.ProcessGroup | None,
-    *,
-    broken: Tensor | None,
-) -> Scores:
-    """Return the scores over the sets, from the listed candidates and the softmax at dense positions, if any.
-
-    `broken` [T] is NaN or 1 at each position, or None if the host may wait, and check all values.
-    """
-
-    def spread(listed: Tensor, dense: Tensor | None = None) -> Tensor:
-        values = listed.new_zeros(index.num_positions).index_copy(0, index.rows, listed)
-        if dense is not None:
-            values = values.index_copy(0, index.dense_rows, dense)
-        return values if broken is None else values * broken
-
-    dense = at_dense[0] if at_dense else None
-    target, *moments = softmax.others
-    logprobs = spread(target - softmax.log_total, None if dense is None else dense.logprobs)
-    if broken is None:
-        _check_numbers(logprobs, "", "its candidates' logits")
-    entropy = candidate_logprobs = kl = None
-    if moments:
-        listed = softmax.log_total - moments[0] / softmax.total
-        entropy = spread(listed, None if dense is None else dense.entropy)
-    if asked.values_of_candidates:
-        listed = softmax.logprobs(index, group)
-    if asked.per_candidate:
-        candidate_logprobs = listed.new_zeros(len(index.token_ids)).index_copy(0, index.at, listed)
-        candidate_logprobs = sum_over_ranks(candidate_logprobs, group)
-        if broken is not None:
-            candidate_logprobs = candidate_logprobs * index.per_candidate(broken)
-    if asked.kl_to is not None:
-        (terms,) = segment_sums(
-            index, group, kl_terms(listed, _other_policy(asked.kl_to, index, listed.dtype))
-        )
-        if broken is None and (row := first_true(~terms.isfinite())) is not None:
+        # Where the host has not waited for the device, a position whose set lacks its target scores NaN.
+        scores = _multiplied(scores, torch.where(is_absent, torch.nan, 1.0).to(policy.dtype), index)
+    if asked.kl_to is not None and scores.candidate_logprobs is not None:
+        other = _other_policy(asked.kl_to, index, policy.dtype)
+        kl = index.sum_candidates(kl_terms(scores.candidate_logprobs, other))
+        if is_absent is None and (position := first_true(~kl.isfinite())) is not None:
             raise InvalidInputError(
-                f"kl_to: the KL at position {int(index.rows[row])} is {float(terms.detach()[row])};"
+                f"kl_to: the KL at position {position} is {float(kl.detach()[position])};"
                 " the other policy gives a candidate no probability, or NaN"
             )
-        kl = spread(terms)
-    return Scores(logprobs, entropy, candidate_logprobs, kl)
+        scores = replace(scores, kl=kl)
+    return scores if asked.per_candidate else replace(scores, candidate_logprobs=None)
+
+
+def _multiplied(scores: Scores, factor: Tensor, index: CandidateIndex) -> Scores:
+    """Multiply all scores over the sets of each position by an element of `factor` [T]."""
+    entropy, each = scores.entropy, scores.candidate_logprobs
+    return replace(
+        scores,
+        logprobs=scores.logprobs * factor,
+        entropy=None if entropy is None else entropy * factor,
+        candidate_logprobs=None if each is None else each * index.per_candidate(factor),
+    )
+
+
+def score_sets(
+    policy: Policy,
+    index: CandidateIndex,
+    transform: LogitTransform,
+    *,
+    is_target: Tensor | None = None,
+    columns: Tensor | None = None,
+    entropy: bool = False,
+    each: bool = False,
+    full: bool = False,
+    tail: bool = False,
+) -> tuple[Scores, Tensor | None]:
+    """Score over the sets of an index, without checks, and return the tails' log-probs [T] too.
+
+    Args:
+        is_target: bool [m], whether each listed candidate is the target, or None without targets.
+        columns: int64 [T], each target's column on this rank, or -1.
+        each: return each candidate's log-prob. Then all candidates are listed.
+        full: score over the vocabulary too.
+        tail: all ids outside of a set are one more outcome. Then no position is dense.
+    """
+    if policy.sink is not None:
+        policy.sink.index = index
+    num_ids, gathered = policy.shard.num_ids, index.gathered
+    has_dense = len(index.dense_rows) > 0 and not index.lists_dense
+    at_dense, picks = index.dense_ids, index.dense_ids if index.lists_dense else None
+    rows: Tensor | None = index.dense_rows
+    dropped: list[Callable[[slice], Tensor | None]] = []
+    if full:
+        rows, picks, dropped = None, RowIds(gathered.ids, gathered.by_position.offsets), [_drop_none]
+        at_dense = RowIds(policy.shard.columns(index.token_ids), index.span_offsets)
+    elif tail:
+        rows, picks = index.rows, RowIds(gathered.ids, index.offsets)
+        dropped = [functools.partial(picks.mask, num_ids=num_ids)]
+    if has_dense:
+        dropped.append(lambda part: at_dense.mask(part, num_ids).logical_not_())
+    vocab = None
+    if rows is None or tail or len(rows):
+        vocab = policy.over_vocabulary(
+            rows, columns, transform, dropped=dropped, picks=picks, entropy=entropy
+        )
+    raw, softmaxes = evaluate(None if full or tail else gathered, vocab, policy.source, *policy.tensors)
+    logits = transform(raw, index.positions)
+    log_others = softmaxes[0].log_total if tail else None
+    logprobs, of_entropy, candidate_logprobs, log_tail = _SoftmaxOverSets.apply(
+        logits, log_others, index, is_target, entropy, each
+    )
+    if has_dense:
+        over = softmaxes[-1]
+        if full:
+            over = Softmax._make(x if x is None else x.index_select(0, index.dense_rows) for x in over)
+        logprobs = logprobs.index_copy(0, index.dense_rows, over.logprobs)
+        if entropy:
+            of_entropy = of_entropy.index_copy(0, index.dense_rows, over.entropy)
+    scores = Scores(logprobs, of_entropy, candidate_logprobs)
+    if full:
+        scores = replace(scores, full_logprobs=softmaxes[0].logprobs, full_entropy=softmaxes[0].entropy)
+    return scores, log_tail
+
+
+def _drop_none(rows: slice) -> None:
+    """Return the mask of a softmax over all ids."""
+
+
+class _SoftmaxOverSets(torch.autograd.Function):
+    """The softmax over each position's listed candidates, on all ranks, and optionally one more outcome.
+
+    All results are the same on every rank, and 0 at positions that are not listed. The incoming gradient must
+    be the same on every rank too, which is true if all ranks compute the same loss.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_m: Tensor,
+        tail_A: Tensor | None,
+        index: CandidateIndex,
+        is_target_m: Tensor | None,
+        entropy: bool,
+        each: bool,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        group, segment = index.shard.group, index.segment
+
+        def sum_of(values_m: Tensor) -> Tensor:
+            return torch.segment_reduce(values_m, "sum", offsets=index.offsets)
+
+        def spread(values: Tensor, places: Tensor, length: int) -> Tensor:
+            return values.new_zeros(length).index_copy_(0, places, values)
+
+        peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=index.offsets), group)
+        if tail_A is not None:
+            peak_A = torch.maximum(peak_A, tail_A)
+        shifted_m = logits_m - peak_A.index_select(0, segment)
+        weight_m = shifted_m.exp()
+        sums = [sum_of(weight_m)]
+        if is_target_m is not None:
+            sums.append(sum_of(torch.where(is_target_m, shifted_m, 0.0)))
+        if entropy:
+            sums.append(sum_of(weight_m * shifted_m.clamp(min=LOG_PROB_FLOOR)))
+        total_A, *others = reduce_sum(torch.stack(sums), group)
+        if tail_A is not None:
+            total_A = total_A + (tail_A - peak_A).exp()
+        log_total_A = total_A.log()
+        logprobs_m = shifted_m - log_total_A.index_select(0, segment)
+        logprobs = entropy_T = logprobs_n = log_tail = None
+        if is_target_m is not None:
+            logprobs = spread(others[0] - log_total_A, index.rows, index.num_positions)
+        if entropy:
+            entropy_T = spread(log_total_A - others[-1] / total_A, index.rows, index.num_positions)
+        if each:
+            logprobs_n = reduce_sum(spread(logprobs_m, index.at, len(index.token_ids)), group)
+        if tail_A is not None:
+            log_tail = spread(tail_A - peak_A - log_total_A, index.rows, index.num_positions)
+        ctx.index = index
+        ctx.save_for_backward(logprobs_m, is_target_m, entropy_T, log_tail)
+        return logprobs, entropy_T, logprobs_n, log_tail
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_n: Tensor | None,
+        grad_tail: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        index: CandidateIndex = ctx.index
+        logprobs_m, is_target_m, entropy_T, log_tail = ctx.saved_tensors
+        given = [grad for grad in (grad_logprobs, grad_tail) if grad is not None]
+        if grad_n is not None:
+            given.append(index.sum_candidates(grad_n.contiguous()))
+        of_entropy_m = None
+        if grad_entropy is not None:
+            given.append(grad_entropy * entropy_T)
+            of_entropy_m = grad_entropy.index_select(0, index.positions)
+        if not given:
+            return None, None, None, None, None, None
+        factor_T = -functools.reduce(torch.add, given)
+        factor_m = factor_T.index_select(0, index.positions)
+        grad_m = gradient_of_softmax(logprobs_m, factor_m, of_entropy_m)
+        if grad_logprobs is not None:
+            grad_m += grad_logprobs.index_select(0, index.positions) * is_target_m
+        if grad_n is not None:
+            grad_m += grad_n.index_select(0, index.at)
+        grad_of_tail = None
+        if grad_tail is not None:
+            grad_of_tail = (log_tail.exp() * factor_T + grad_tail).index_select(0, index.rows)
+        return grad_m, grad_of_tail, None, None, None, None
+
+
+def kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
+
+    At each position, the probabilities `a` of all outcomes sum to 1, and so do the probabilities `b`. The sum
+    of `b - a` is therefore 0, and the sum of the terms is the KL. If `a` and `b` are almost equal, a rounding
+    error in a log-prob changes a term only by about the square of the error. A small KL is therefore accurate
+    too.
+    """
+    terms: Tensor = _KlTerms.apply(log_a, log_b)
+    return terms
+
+
+class _KlTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_a: Tensor, log_b: Tensor) -> Tensor:
+        a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
+        slope_a = torch.where(a > 0, -a * ratio, 0.0) if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(slope_a, b - a if ctx.needs_input_grad[1] else None)
+        near = a * (torch.expm1(ratio) - ratio)
+        return torch.where(a == 0, b, torch.where(ratio.abs() < 1, near, b - a - a * ratio))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(None if slope is None else slope * grad for slope in ctx.saved_tensors)
 
 
 def _refuse_without_sets(asked: _Asked) -> None:
@@ -417,9 +620,7 @@ def _refuse_without_sets(asked: _Asked) -> None:
             )
 
 
-def _columns(
-    targets: Tensor, shard: Shard, group: dist.ProcessGroup | None = None, *, checks: bool = False
-) -> Tensor:
+def _columns(targets: Tensor, shard: Shard, *, checks: bool) -> Tensor:
     """Return int64 [T]: each target's column on this rank, or -1 if another rank holds it.
 
     Raises:
@@ -427,7 +628,7 @@ def _columns(
     """
     columns = targets.to(torch.int64) - shard.start
     is_held = (columns >= 0) & (columns < shard.num_ids)
-    if checks and (position := first_true(reduce_sum(is_held.int(), group) != 1)) is not None:
+    if checks and (position := first_true(reduce_sum(is_held.int(), shard.group) != 1)) is not None:
         raise InvalidInputError(
             f"targets: {int(targets[position])} at position {position} is not in the vocabulary"
             " (or the ranks' shards overlap)"
@@ -435,8 +636,8 @@ def _columns(
     return torch.where(is_held, columns, -1)
 
 
-def _check_numbers(logprobs: Tensor, over: str, logits: str) -> None:
-    if (position := first_true(logprobs.isnan())) is not None:
+def _check_numbers(logprobs: Tensor | None, over: str, logits: str) -> None:
+    if logprobs is not None and (position := first_true(logprobs.isnan())) is not None:
         raise InvalidInputError(
             f"the log-prob {over}at position {position} is NaN: among {logits} is a NaN or +inf, or none is"
             " above -inf"
@@ -444,7 +645,7 @@ def _check_numbers(logprobs: Tensor, over: str, logits: str) -> None:
 
 
 def _other_policy(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> Tensor:
-    """Return [m]: the other policy's log-probs of the listed candidates, renormalized over each set."""
+    """Return [n]: the other policy's log-probs, renormalized over each set, and 0 in sets of one."""
     num_candidates = len(index.token_ids)
     if kl_to.shape != (num_candidates,):
         raise InvalidInputError(
@@ -456,7 +657,8 @@ def _other_policy(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> T
     # For a token of probability 0, SGLang reports float32's lowest value as the log-prob.
     kl_to = kl_to.to(dtype)
     logprobs = kl_to.masked_fill(kl_to <= float(LOWEST), -torch.inf)
-    offsets = index.span_offsets
-    shifted = logprobs - index.per_candidate(torch.segment_reduce(logprobs, "max", offsets=offsets))
-    total = torch.segment_reduce(shifted.exp(), "sum", offsets=offsets)
-    return (shifted - index.per_candidate(total.log())).index_select(0, index.at)
+    logprobs = logprobs.masked_fill(index.per_candidate(index.span_offsets.diff() < 2), 0.0)
+    shifted = logprobs - index.per_candidate(
+        torch.segment_reduce(logprobs, "max", offsets=index.span_offsets)
+    )
+    return shifted - index.per_candidate(index.sum_candidates(shifted.exp()).log())

@@ -23,7 +23,7 @@ def test_contenders_return_the_same_sets(std):
         for label in ("sort and cumsum", "plain torch (select)", "top_p_candidates, one wait"):
             got = [part.cpu() for part in all_contenders[label]()]
             assert [part.tolist() for part in got] == [ids.tolist(), values.tolist(), offsets.tolist()], label
-        staged = all_contenders[STAGED]().map(lambda tensor: tensor.cpu()).read()
+        staged = all_contenders[STAGED]().map(lambda tensor: tensor.cpu())
         assert all_contenders["one copy"]().cpu().equal(logprobs)
         assert all_contenders["topk(300)"]().values.shape == (3, 300)
     assert [part.tolist() for part in staged.sets()] == [ids.tolist(), values.tolist(), offsets.tolist()]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+import re
 import socket
 
 import pytest
@@ -272,8 +273,9 @@ async def test_an_unknown_id_is_aborted_everywhere(engines, nobody):
 
 async def test_server_info_returns_the_answer_of_each_server(engines, nobody):
     async with client_of(engines) as client:
-        infos = await client.server_info()
-        assert infos == {engine.url: {"version": "0.5.23", "path": "/server_info"} for engine in engines}
+        assert await client.server_infos() == {
+            engine.url: {"version": "0.5.23", "path": "/server_info"} for engine in engines
+        }
         for engine in engines:
             engine.asked.clear()
         assert (await client.server_info(engines[1].url))["version"] == "0.5.23"
@@ -282,10 +284,10 @@ async def test_server_info_returns_the_answer_of_each_server(engines, nobody):
             with pytest.raises(errors.InvalidInputError, match=r"base_url: got .*, expected one of http"):
                 await client.server_info(wrong)
     async with AsyncRolloutClient([engines[0].url], kind="sglang") as client:
-        assert list(await client.server_info()) == [engines[0].url]
+        assert list(await client.server_infos()) == [engines[0].url]
     async with AsyncRolloutClient([engines[0].url, nobody], kind="sglang", max_retries=0) as client:
         with pytest.raises(errors.TransportError, match=nobody):
-            await client.server_info()
+            await client.server_infos()
 
 
 async def test_the_kind_is_taken_from_the_first_server_that_answers(engines, nobody, fakes):
@@ -381,3 +383,20 @@ def test_it_pickles_as_its_configuration(engines):
         with other:
             assert len(other.generate(PROMPTS[:3])) == 3
         assert client.server_info(urls[2])["version"] == "0.5.23"
+
+
+async def test_every_retry_and_move_is_a_line_of_the_log(engines, caplog):
+    async def fail(asked, reply):
+        await reply.json({"error": {"message": "scripted"}}, 500)
+
+    caplog.set_level("INFO", "sglang_topp_client")
+    for engine in engines:
+        engine.script += [fail] * 2
+    async with client_of(engines) as client:
+        assert len(await client.generate([5], request_id="mine")) == 1
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    urls = "|".join(engine.url for engine in engines)
+    move = rf"request mine moves from ({urls}): .*scripted"
+    retry = rf"request mine is retried in [\d.]+ s after ({urls}): .*scripted"
+    counts = [sum(re.match(form, line) is not None for line in lines) for form in (move, retry, "")]
+    assert counts == [4, 2, 6]

@@ -18,7 +18,8 @@ from sglang_topp_client.argument_checks import fresh_id, truncate
 from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
 from sglang_topp_client.requests import plan
-from sglang_topp_client.transport.http import HttpClient, ServerConfig
+from sglang_topp_client.transport.http import HttpClient
+from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.records import from_record, to_record
 

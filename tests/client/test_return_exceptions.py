@@ -125,6 +125,25 @@ async def test_a_call_is_retried_before_it_fails(served, client, fakes, code):
     check(await client.generate(PROMPTS, top_logprobs_p=0.9, return_exceptions=True), fakes)
 
 
+@pytest.mark.parametrize("call", ["stream", "stream_scores"])
+async def test_streams_yield_errors_that_name_their_prompt(client, fakes, call):
+    outcomes = [one async for one in getattr(client, call)(PROMPTS, return_exceptions=True)]
+    assert sorted(type(one).__name__ for one in outcomes) == sorted(
+        ["BadRequestError", *["Rollout" if call == "stream" else "Score"] * 2]
+    )
+    assert [one.prompt_index for one in outcomes if isinstance(one, errors.BadRequestError)] == [1]
+    with pytest.raises(errors.BadRequestError, match="scripted"):
+        async for _ in getattr(client, call)(PROMPTS):
+            pass
+
+
+async def test_a_stream_yields_an_error_for_each_sample_that_a_time_limit_ends(served, client):
+    served.script.append(hang)
+    stream = client.stream([[5], [7], [8]], {"n": 2}, timeout_s=3.0, return_exceptions=True)
+    kinds = sorted([type(one).__name__ async for one in stream])
+    assert kinds == ["RequestTimeoutError"] * 2 + ["Rollout"] * 4
+
+
 async def test_a_time_limit_keeps_the_samples_that_arrived(served, client):
     served.script.append(hang)
     outcomes = await client.generate([[5], [7], [8]], timeout_s=3.0, return_exceptions=True)

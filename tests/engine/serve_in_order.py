@@ -55,8 +55,13 @@ def serve_engine(arguments: list[str]) -> None:
 
 
 def parse(arguments: Any) -> Any:
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    from sglang_topp_patches.releases import installed
+
+    if installed()[0] < "0.5.14":
+        load_plugins()  # these releases find the CPU with our platform alone; the HTTP server came before it
     return prepare_server_args([*arguments])
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import sglang_topp_patches
 from sglang_topp_patches.hooks import Hook, Seam
-from sglang_topp_patches.internals import Internals
 from sglang_topp_patches.plugin import all_seams
-from sglang_topp_patches.releases import RELEASES, Feature
+from sglang_topp_patches.releases import RELEASES, Feature, Internals
 from tests.matrix.environment import UV
 from tests.matrix.find_definitions import PackageSource
 from tests.matrix.releases import Release

@@ -17,7 +17,7 @@ def large_tiles() -> Iterator[None]:
     from sglang_topp.nucleus import sampler_support_triton, top_p_triton
 
     with (
-        mock.patch.multiple(top_p_triton, _TILE=1 << 14, _BLOCKS_AT_ONCE=1 << 9),
-        mock.patch.multiple(sampler_support_triton, _TILE=1 << 14),
+        mock.patch.object(top_p_triton, "_LANES", 1 << 11),
+        mock.patch.object(sampler_support_triton, "_TILE", 1 << 14),
     ):
         yield

@@ -10,6 +10,8 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -36,7 +38,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def take(
     logprobs: Tensor, p: list[float], sampled: list[int] | None, capacity: int
-) -> gpu_extraction.StagedRows:
+) -> gpu_extraction.StagingArea:
     """Stage the candidates on the GPU without a wait, and copy them to the host."""
     with gpu():
         on_gpu = logprobs.to("cuda")
@@ -47,19 +49,20 @@ def take(
             )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    return sets.read()
+    return sets
 
 
 def assert_exact(
-    got: gpu_extraction.StagedRows, logprobs: Tensor, p: list[float], sampled: list[int] | None
+    got: gpu_extraction.StagingArea, logprobs: Tensor, p: list[float], sampled: list[int] | None
 ) -> None:
     """Check that every row that fits has its exact set, and that every other row is left out."""
     token_ids, values, offsets = got.sets()
+    p = reference.settled(logprobs, p, sampled, got.sizes, 3.1e-7).tolist()
     for row in range(len(logprobs)):
         one = slice(row, row + 1)
         ids, expected, _ = reference.top_p_candidates(logprobs[one], p[one], sampled and sampled[one])
-        assert got.rows[0, row] == len(ids)
-        assert (row in got.left_out) == (len(ids) > 0 and got.rows[1, row] < 0)
+        assert got.sizes[row] == len(ids)
+        assert (row in got.left_out) == (len(ids) > 0 and got.rows[row, 1] < 0)
         own = slice(offsets[row], offsets[row + 1])
         if row in got.left_out:
             assert not len(token_ids[own])
@@ -102,7 +105,7 @@ def test_no_rows_and_no_requesting_rows():
     for logprobs, p in ((torch.empty(0, VOCAB), []), (torch.full((3, VOCAB), torch.nan), [0.0] * 3)):
         got = take(logprobs, p, [0] * len(p), 4)
         assert not got.left_out.size
-        assert not got.problems(None, VOCAB)
+        assert not got.problems(VOCAB)
         assert got.sets()[2].tolist() == [0] * (len(p) + 1)
 
 
@@ -111,7 +114,7 @@ def test_a_bad_row_fails_alone():
     logprobs[0, VOCAB - 1], logprobs[2, 1] = torch.nan, 4.5
     p, sampled = [0.9] * 5, [0, 1, 2, VOCAB, 4]
     got = take(logprobs, p, sampled, 100)
-    problems = got.problems(torch.tensor(sampled), VOCAB)
+    problems = got.problems(VOCAB)
     assert {row: str(problem) for row, problem in problems.items()} == {
         0: "logprobs: row 0 holds NaN; expected natural log-probs, at most 0",
         2: "logprobs: row 2 holds 4.5, which is above 0; expected natural log-probs, at most 0",
@@ -124,19 +127,19 @@ def test_lowest_value_counts_as_zero_probability():
     logprobs = rows_of_sizes([3])
     logprobs[0, logprobs[0] == -20] = -1e30
     got = take(logprobs, [1.0], [int(logprobs[0].argmin())], VOCAB)
-    assert got.rows[0, 0] == VOCAB
+    assert got.sizes[0] == VOCAB
     with gpu():
         few = gpu_extraction.stage_top_p(logprobs.to("cuda"), np.ones(1), None, capacity=9, lowest=-1e20).map(
             on_host
         )
-    assert few.read().sets()[2].tolist() == [0, 3]
+    assert few.sets()[2].tolist() == [0, 3]
 
 
 def test_results_are_identical_from_run_to_run():
     logprobs = torch.log_softmax(torch.randn(4, VOCAB), -1)
     first, second = (take(logprobs, [0.95] * 4, [1] * 4, 4 * VOCAB) for _ in range(2))
     assert (first.rows == second.rows).all()
-    filled = first.rows[0].sum()
+    filled = first.sizes.sum()
     assert (first.entries[:, :filled] == second.entries[:, :filled]).all()
 
 
@@ -145,8 +148,8 @@ def test_rows_are_processed_in_several_tiles():
     with contextlib.ExitStack() as stack:
         patch = pytest.MonkeyPatch()
         stack.callback(patch.undo)
-        patch.setattr("sglang_topp.nucleus.top_p_triton._TILE", 16)
-        patch.setattr("sglang_topp.nucleus.top_p_triton._HELD", 32)
+        patch.setattr("sglang_topp.nucleus.top_p_triton._LANES", 2)
+        patch.setattr("sglang_topp.nucleus.top_p_triton._FEW_BLOCKS", 2)
         patch.setattr("sglang_topp.nucleus.top_p_triton._BLOCK", 4)
         got = take(logprobs, [0.9] * 20, list(range(20)), 1 << 12)
     assert_exact(got, logprobs, [0.9] * 20, list(range(20)))
@@ -167,7 +170,7 @@ def test_sampler_support_equals_the_reference(width, capacity):
     rows, sampled = [1, 3], [5, 6]
     names = None if width == VOCAB else ids[rows]
     with gpu():
-        arguments = [each.to("cuda") for each in (logprobs, torch.tensor(rows), is_drawn[rows])]
+        arguments = [each.to("cuda") for each in (logprobs[rows], is_drawn[rows])]
         names_there = None if names is None else names.to("cuda")
         sampled_there = torch.tensor(sampled).to("cuda")
         with forbid_waits():
@@ -176,11 +179,11 @@ def test_sampler_support_equals_the_reference(width, capacity):
             )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    found = got.read()
+    found = got
     want = reference.support_candidates(
         logprobs[rows], is_drawn[rows].float(), names, sampled_ids=torch.tensor(sampled)
     )
-    assert found.rows[0].tolist() == want[2].diff().tolist()
+    assert found.sizes.tolist() == want[2].diff().tolist()
     sizes = want[2].diff().tolist()
     assert found.left_out.tolist() == [row for row in range(2) if sum(sizes[: row + 1]) > capacity]
     if capacity == 10_000:
@@ -195,9 +198,9 @@ def test_invalid_sampler_support_is_named_per_row():
     ids[2, 0] = VOCAB + 3
     sampled = torch.tensor([0, 0, 0, -1, 0])
     with gpu():
-        there = [each.to("cuda") for each in (logprobs, torch.arange(5), is_drawn, ids, sampled)]
-        found = gpu_extraction.stage_support(*there, capacity=10_000).map(on_host).read()
-    problems = found.problems(sampled, VOCAB)
+        there = [each.to("cuda") for each in (logprobs, is_drawn, ids, sampled)]
+        found = gpu_extraction.stage_support(*there, capacity=10_000).map(on_host)
+    problems = found.problems(VOCAB)
     assert [str(problems[row]) for row in range(4)] == [
         "logprobs: row 0 holds NaN; expected natural log-probs, at most 0",
         f"weights: row 1 can draw token {int(ids[1, 0])}, whose log-prob is -inf; expected one above zero"
@@ -244,29 +247,25 @@ def test_forbid_waits_detects_waits():
                 waits()
 
 
-def test_staged_and_waiting_extraction_launch_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm-up of the staged extraction compiles the kernels for the sets that do not fit, too."""
-    starts: dict[str, set[torch.dtype]] = {"top_p_triton": set(), "sampler_support_triton": set()}
-    for name, dtypes in starts.items():
-        module = getattr(gpu_extraction, name)
-        compact = module.compact
+@triton.jit
+def store_masses(values_ptr, masses_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(masses_ptr + at, top_p_triton._mass(tl.load(values_ptr + at)))
 
-        def recorded(*args: Tensor, compact=compact, dtypes=dtypes) -> None:
-            dtypes.add(args[-2].dtype)
-            compact(*args)
 
-        monkeypatch.setattr(module, "compact", recorded)
-    logprobs = rows_of_sizes([1, 3])
-    take(logprobs, [0.9, 0.9], None, capacity=8)
+def test_probabilities_are_as_accurate_as_proven() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.cat(
+        [1e-3 - torch.rand(1 << 15, generator=generator) * most for most in (0.7, 13, 60, 3e38)]
+    )
+    logprobs[:3] = torch.tensor([-torch.inf, torch.finfo(torch.float32).min, 0.0])
     with gpu():
-        on_gpu, drawn = logprobs.to("cuda"), torch.tensor([0, 0]).to("cuda")
-        is_drawn = torch.ones(2, 1, dtype=torch.bool, device="cuda")
-        ids = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
-        rows = torch.arange(2, device="cuda")
-        gpu_extraction.top_p_candidates(on_gpu, np.array([0.9, 0.9]), None)
-        gpu_extraction.stage_support(on_gpu, rows, is_drawn, ids, drawn, capacity=8)
-        gpu_extraction.support_candidates(on_gpu, is_drawn.float(), ids, drawn)
-    assert starts == {name: {torch.int64} for name in starts}
+        masses = torch.empty(len(logprobs), dtype=torch.int64, device="cuda")
+        store_masses[(1,)](logprobs.to("cuda"), masses, SIZE=len(logprobs))
+        got = masses.cpu()
+    exact = logprobs.double().exp() * 2.0**top_p_triton.UNIT_BITS
+    assert got[2] == 2**top_p_triton.UNIT_BITS
+    assert ((got - exact).abs() <= 3e-7 * exact + 1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -289,8 +288,8 @@ def test_likely_neighbors_need_few_blocks(dtype: torch.dtype) -> None:
         got = take(logprobs, [p] * 7, list(range(7)), 7 * vocab)
         assert_exact(got, logprobs, [p] * 7, list(range(7)))
     with gpu():
-        limits = torch.full((7,), 0.95, dtype=torch.float64).to("cuda")
+        limits = torch.full((7,), int(0.95 * 2**top_p_triton.UNIT_BITS)).to("cuda")
         cuts = top_p_triton.find_cuts(logprobs.to("cuda"), limits, None, torch.finfo(dtype).min)
-        active = cuts.active.cpu().tolist()
+        active = cuts.cuts[:, 1].cpu().tolist()
     assert cuts.block == block
     assert [count <= block for count in active] == [True, True, False, True, False, True, True], active

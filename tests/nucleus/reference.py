@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
@@ -21,7 +23,7 @@ from sglang_topp.nucleus.argument_checks import (
     sampled_out_of_range,
 )
 
-__all__ = ["nucleus", "support_candidates", "top_p_candidates"]
+__all__ = ["nucleus", "settled", "support_candidates", "top_p_candidates"]
 
 
 def nucleus(logprobs: list[float], p: float, lowest: float = -math.inf) -> list[int]:
@@ -77,6 +79,33 @@ def top_p_candidates(
             values += [row[i] for i in ordered]
         offsets.append(len(token_ids))
     return _flat(token_ids, values, offsets, logprobs_BV.device)
+
+
+def settled(
+    logprobs: Tensor,
+    p: float | Sequence[float] | Tensor,
+    sampled_ids: Sequence[int] | Tensor | None,
+    sizes: Sequence[int],
+    tolerance: float,
+) -> NDArray[np.float64]:
+    """Return thresholds around `p` at which the sets of `top_p_candidates` have the given sizes.
+
+    If a cumulative mass is within the tolerance of `p`, rounding may decide whether the next token is kept. A
+    row that has the given size at no threshold within the tolerance keeps its `p`.
+    """
+    logprobs_BV, p_B, sampled_B = check_top_p_arguments(logprobs, p, sampled_ids)
+    p_B = p_B.copy()
+    for b in np.flatnonzero((p_B > 0) & (p_B < 1)):
+        row = logprobs_BV[b].double().cpu().numpy()
+        levels, counts = np.unique(row[row > torch.finfo(logprobs_BV.dtype).min], return_counts=True)
+        levels, counts = levels[::-1], counts[::-1]
+        above = np.cumsum([0.0, *(np.exp(levels) * counts)])
+        few, many = np.searchsorted(above[:-1], (p_B[b] - tolerance, p_B[b] + tolerance)).clip(1)
+        for kept in range(few, min(many, len(levels)) + 1):
+            sampled = levels[0] if sampled_B is None else row[int(sampled_B[b])]
+            if counts[:kept].sum() + (sampled < levels[kept - 1]) == sizes[b]:
+                p_B[b] = above[kept - 1 : kept + 1].mean()
+    return p_B
 
 
 def support_candidates(

@@ -12,7 +12,7 @@ import pytest
 from sglang_topp.errors import WireError
 from sglang_topp_patches.disaggregation import FirstToken, differing_names, first_token_inputs
 from sglang_topp_patches.request import NOTHING, SetsRequest
-from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer
 
 ASKED = {"top_logprobs_p": "0.9", "prompt": "abc"}
 
@@ -28,7 +28,7 @@ INPUTS = first_token_inputs(OBJ)
 
 
 def of_size(size: int) -> PackedSet:
-    return pack_set(np.arange(size, dtype=np.int32), np.linspace(-1, -9, size, dtype=np.float32))
+    return np.arange(size, dtype=np.int32).tobytes(), np.linspace(-1, -9, size, dtype=np.float32).tobytes()
 
 
 def sets(

@@ -17,12 +17,12 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from sglang_topp_patches import disaggregation
 from sglang_topp_patches.disaggregation import PATH, FirstToken, PrefillServer, first_token_inputs
-from sglang_topp_patches.http.response_accumulator import ResponseAccumulator
+from sglang_topp_patches.http.answer import Sample
 from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.scheduler.requests import is_refused
-from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer, pack_set
+from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 from tests.engine.start_servers import free_port
 from tests.skip_missing_features import skip_without
 
@@ -40,8 +40,8 @@ OBJ = SimpleNamespace(
     sampling_params={"temperature": 0.7, "max_new_tokens": 8},
 )
 INPUTS = first_token_inputs(OBJ)
-SET = pack_set(np.array([TOKEN, 9], np.int32), np.array([LOGPROB, -2], np.float32))
-OTHER = pack_set(np.array([4], np.int32), np.array([-1], np.float32))
+SET = np.array([TOKEN, 9], np.int32).tobytes(), np.array([LOGPROB, -2], np.float32).tobytes()
+OTHER = np.array([4], np.int32).tobytes(), np.array([-1], np.float32).tobytes()
 
 
 def sets_of(*generated: PackedSet | None, problem: Problem | None = None) -> SetBuffer:
@@ -56,10 +56,7 @@ def sets_of(*generated: PackedSet | None, problem: Problem | None = None) -> Set
 
 
 FIRST = FirstToken(TOKEN, INPUTS, sets_of(SET))
-DECODE, PREFILL = (
-    SimpleNamespace(disaggregation_mode=mode, disaggregation_bootstrap_port=0)
-    for mode in ("decode", "prefill")
-)
+DECODE = SimpleNamespace(disaggregation_mode="decode", disaggregation_bootstrap_port=0)
 
 
 @pytest.fixture
@@ -109,9 +106,9 @@ def state(port: int, logprob: float = float(LOGPROB)) -> SimpleNamespace:
     return SimpleNamespace(obj=obj, output_token_logprobs_val=[logprob], input_token_logprobs_val=[])
 
 
-async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulator:
+async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> Sample:
     """Return a request's state on a decode server: two tokens, of which it drew the second."""
-    received = ResponseAccumulator(1)
+    received = Sample(SetsRequest(threshold=0.9, is_base64=True))
     part = sets_of(None, OTHER)
     part.prompt.take(2)  # the prefill server has the prompt's sets, too
     received.add([token_id, 5], part)
@@ -124,7 +121,7 @@ async def asked(of: SimpleNamespace, token_id: int = TOKEN) -> ResponseAccumulat
 def keep(prefill: PrefillServer, first: FirstToken = FIRST, room: int | None = ROOM) -> None:
     """End a request on the prefill server."""
     obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
-    prefill.keep(PREFILL, obj, first.token_id, first.sets)
+    prefill.keep(obj, first.token_id, first.sets)
     if room in prefill._kept:
         prefill._kept[room] = first, prefill._kept[room][1]
 
@@ -252,18 +249,18 @@ def test_questions_that_make_no_sense_are_refused(port: int) -> None:
 async def test_only_a_prefill_server_keeps(prefill: PrefillServer) -> None:
     """It keeps a room's last sets, and a copy, because the answer's own are freed."""
     obj = state(0).obj
-    for mode in ("decode", "null", "prefill", "prefill"):
+    for _ in range(2):
         sets = sets_of(SET)
-        prefill.keep(SimpleNamespace(disaggregation_mode=mode), obj, TOKEN, sets)
+        prefill.keep(obj, TOKEN, sets)
         sets.generated.take(1)
-        assert len(prefill) == (mode == "prefill")
+        assert len(prefill) == 1
     first, _ = prefill._kept[ROOM]
     assert (first.token_id, first.inputs) == (TOKEN, INPUTS)
     assert (first.sets.generated.sets(), first.sets.prompt.sets()) == ([SET], [None, OTHER])
     assert prefill._in_flight.total == 3
     for room, token_id in ((ROOM + 1, None), (None, TOKEN)):
         obj = SimpleNamespace(**{**vars(OBJ), "bootstrap_room": room})
-        prefill.keep(PREFILL, obj, token_id, sets_of(SET))
+        prefill.keep(obj, token_id, sets_of(SET))
     assert len(prefill) == 1
 
 

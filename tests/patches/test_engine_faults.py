@@ -8,25 +8,22 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
 
 from sglang_topp import formats
-from sglang_topp_patches.http import route_policy, sets_in_meta_info
-from sglang_topp_patches.http.process_state import CallEndedError
-from sglang_topp_patches.internals import Sglang0514
+from sglang_topp_patches.http import answer as answers
+from sglang_topp_patches.http.process_state import Call, CallEndedError, current_call
 from sglang_topp_patches.memory import Budget
-from sglang_topp_patches.releases import Feature
+from sglang_topp_patches.releases import Feature, Sglang0514
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts
-from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
-from sglang_topp_patches.scheduler.requests import SchedulerProcess, admit, is_refused
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights, admit, is_refused
 from sglang_topp_patches.scheduler.sets import extract
-from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows, TopLogprobsNums
-from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer, pack_set
+from sglang_topp_patches.scheduler.step import ForwardPass, GeneratedSets, RequestedRows
+from sglang_topp_patches.set_buffer import KEY, PackedSet, SetBuffer
 from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import needs
 
@@ -86,16 +83,14 @@ def prompt_extraction(
     thresholds: tuple[float, ...], counts: tuple[int, ...], held: int = 0
 ) -> PromptExtraction:
     """Begin a pass, while the scheduler holds some candidates."""
-    nums = TopLogprobsNums()
-    nums.forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
+    forward_pass = ForwardPass(RequestedRows(tuple("abcd"[: len(counts)]), thresholds))
     metadata = SimpleNamespace(
-        top_logprobs_nums=nums,
         extend_logprob_pruned_lens_cpu=counts,
         extend_input_logprob_token_ids_gpu=None,
         input_logprob_indices_cpu=range(sum(counts)),
     )
     process: Any = SimpleNamespace(candidates_in_flight=held)
-    return PromptExtraction(process, None, metadata, torch.arange(sum(counts)))
+    return PromptExtraction(process, forward_pass, None, metadata, torch.arange(sum(counts)))
 
 
 def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
@@ -103,20 +98,22 @@ def test_a_row_with_nan_fails_alone(logprobs: torch.Tensor) -> None:
     sets = extract(logprobs, [0.9, 0.9, 0.9], torch.tensor([1, 2, 3]))
     assert list(sets.problems) == [1]
     assert "NaN" in sets.problems[1]
-    assert [type(each) for each in sets.packed_sets()] == [tuple, str, tuple]
+    assert [type(each) for each in sets.on_host()] == [tuple, str, tuple]
 
 
-def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor) -> None:
+@pytest.mark.parametrize("rank", [1, VOCAB - 1], ids=["inside of the set", "outside"])
+def test_each_fault_is_told_to_its_own_request(logprobs: torch.Tensor, rank: int) -> None:
+    """A token that replaced the drawn one has another log-prob than SGLang reports, even in the set."""
     sampled = logprobs.argmax(1).tolist()
-    unlikely = int(logprobs[1].argmin())
+    replaced_by = int(logprobs[1].argsort(descending=True)[rank])
     sets = generated(logprobs, sampled)
     reqs = [Req("a"), Req("b"), Req("x")]
     sets.consume(
-        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, unlikely), commit(0, sampled[2])]
+        SimpleNamespace(reqs=reqs), [commit(2, sampled[0]), commit(0, replaced_by), commit(0, sampled[2])]
     )
     first, second, third = (problem_of(req) for req in reqs)
     assert first.startswith("no candidate set at position 0: a token became visible without passing through")
-    assert f"position 0: token {unlikely} became visible, and {sampled[1]} was drawn" in second
+    assert f"position 0: token {replaced_by} became visible, and {sampled[1]} was drawn" in second
     assert "was drawn for request c" in third
 
 
@@ -141,7 +138,7 @@ def test_sampling_without_logprobs_is_told() -> None:
 
 def test_a_prompt_scored_again_after_a_retraction_is_not_doubled(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -161,9 +158,7 @@ def test_a_prompt_beyond_the_budget_is_refused_and_the_others_are_whole(
         taken.add(extract(part, wanted.tolist(), torch.zeros(len(part), dtype=torch.int64)))
     assert [(row, status) for row, (_, status) in taken.refused.items()] == [(0, 413)]
     assert taken.thresholds.tolist() == [0, 0, 0, 0.9, 0.9]
-    sets = PromptSets(
-        RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), tuple(taken.chunks), WEIGHTS, taken.refused
-    )
+    sets = PromptSets(RequestedRows(("a", "b"), (1.0, 0.9)), (3, 2), taken.chunks, WEIGHTS, taken.refused)
     first, second = Req("a"), Req("b")
     sets.consume(SimpleNamespace(reqs=[first, second]), [None, None])
     word = buffer_of(first).problem
@@ -219,12 +214,12 @@ def test_a_prompt_position_without_a_token_has_no_set(
         start = 0
         for count in counts:
             part = extract(logprobs[[0, 1, 2, 0, 1][start : start + count]], [0.9] * count, sampled[:count])
-            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), (part,), WEIGHTS)
+            sets = PromptSets(RequestedRows(("a",), (0.9,)), (count,), [part], WEIGHTS)
             sets.consume(SimpleNamespace(reqs=[req]), [None])
             start += count
         has_set = [row is not None for row in rows_of(req)]
         assert has_set == expected
-        kept = [row for row, each in zip(whole.packed_sets(), expected, strict=True) if each]
+        kept = [row for row, each in zip(whole.on_host(), expected, strict=True) if each]
         assert [row for row in rows_of(req) if row is not None] == kept
 
 
@@ -247,7 +242,7 @@ def test_an_answer_marks_a_prompt_position_without_a_token(logprobs: torch.Tenso
 
 def test_a_prompt_retracted_while_it_is_scored_begins_anew(logprobs: torch.Tensor) -> None:
     sets = PromptSets(
-        RequestedRows(("a",), (0.9,)), (3,), (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),), WEIGHTS
+        RequestedRows(("a",), (0.9,)), (3,), [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))], WEIGHTS
     )
     req = Req("a")
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -292,7 +287,7 @@ def test_embeddings_that_were_retracted_are_told_to_come_back(logprobs: torch.Te
 def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
     logprobs: torch.Tensor, pushed: Weights, words: str
 ) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     before, after = (
         PromptSets(RequestedRows(("a", "b"), (0.9, 0.0)), (3, 0), chunk, each) for each in (WEIGHTS, pushed)
     )
@@ -312,7 +307,7 @@ def test_a_prompt_that_is_scored_by_two_weights_is_told_to_come_back(
 
 def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Tensor) -> None:
     """The chunks before its first scored position left KV of the old weights."""
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     sets = PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, Weights(4, "8"))
     sets.consume(SimpleNamespace(reqs=[req]), [None])
@@ -320,7 +315,7 @@ def test_a_prompt_of_which_nothing_was_scored_before_the_push(logprobs: torch.Te
 
 
 def test_a_prompt_scored_again_by_other_weights_comes_from_them_alone(logprobs: torch.Tensor) -> None:
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     for weights in (Weights(2, "8"), WEIGHTS):
         req.sglang_topp_weights = weights
@@ -357,6 +352,7 @@ class Answer:
             last_output_offset=0,
             input_token_logprobs_val=[-1.0] * prompt_tokens,
         )
+        self.manager.rid_to_state = {"a": self.state}
         self.meta_info: dict[str, Any] = {
             "id": "a",
             "finish_reason": {"type": "length"},
@@ -374,9 +370,9 @@ class Answer:
     def send_on(self, slices: list[SetBuffer], finished: bool = True) -> dict[str, Any]:
         info = {"other": [[1]], KEY: [pickle.loads(pickle.dumps(slices))]}
         recv_obj = SimpleNamespace(rids=["a"], output_ids=[self.tokens], customized_info=info)
-        sets_in_meta_info.receive_sets(self.manager, recv_obj)
+        answers.receive_sets(self.manager, recv_obj)
         assert recv_obj.customized_info == {"other": [[1]]}  # another plugin's key stays
-        sets_in_meta_info.write_meta_info(
+        answers.write_meta_info(
             self.process, None, self.manager, self.meta_info, self.state, 0, None, False, finished=finished
         )
         return self.send() if finished else self.meta_info
@@ -387,20 +383,19 @@ class Answer:
         return asyncio.run(self._send(out))["meta_info"]
 
     async def _send(self, out: dict[str, Any]) -> dict[str, Any]:
-        async def chunks(self: Any, *, obj: Any, state: Any, request: Any) -> AsyncGenerator[Any, None]:
+        async def chunks(self: Any, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
             yield out
 
-        (sent,) = [
-            each
-            async for each in sets_in_meta_info.write_sets(
-                self.process, chunks, self.manager, obj=self.state.obj, state=self.state
-            )
-        ]
+        answer = answers.write_sets(self.process, chunks, self.manager, self.state.obj)
+        try:
+            (sent,) = [each async for each in answer]
+        except HTTPException:  # SGLang does not yield such an answer
+            return out
         return sent
 
 
 def sets_of(logprobs: torch.Tensor, sampled: list[int]) -> list[PackedSet]:
-    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).packed_sets()
+    return extract(logprobs, [0.9] * len(sampled), torch.tensor(sampled)).on_host()
 
 
 def part_of(
@@ -410,7 +405,7 @@ def part_of(
     buffer = SetBuffer(first)
     for i, packed in enumerate(generated):
         buffer.append(packed, versions[i] if versions else "default")
-    for row in (*prompt, *([pack_set(np.zeros(0, np.int32), np.zeros(0, np.float32))] if prompt else ())):
+    for row in (*prompt, *([(b"", b"")] if prompt else ())):
         buffer.prompt.append(row)
     buffer.prompt_version = "7"
     return buffer
@@ -463,8 +458,8 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     """Those that arrive before the answer begins and after, and not those that come too late."""
     sampled, counts = logprobs.argmax(1).tolist(), []
     process = http_process(limit=1)
-    call = route_policy.Call()
-    token = route_policy.current_call.set(call)
+    call = Call()
+    token = current_call.set(call)
     answer = Answer(sampled)
     answer.state.obj.stream, answer.state.output_ids = True, list(sampled)
     answer.process = process
@@ -485,7 +480,7 @@ def test_a_calls_sets_are_counted_until_it_ends(logprobs: torch.Tensor) -> None:
     answer.receive(sets_of(logprobs, sampled), finished=False)
     assert process.in_flight.total == 0
     process.check_room(is_streamed=False)
-    route_policy.current_call.reset(token)
+    current_call.reset(token)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +525,7 @@ def test_missing_prompt_sets_are_an_error(logprobs: torch.Tensor) -> None:
 
 def test_a_prompt_position_with_nan_is_told(logprobs: torch.Tensor) -> None:
     logprobs[1, 7] = torch.nan
-    chunk = (extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3])),)
+    chunk = [extract(logprobs, [0.9] * 3, torch.tensor([1, 2, 3]))]
     req = Req("a")
     PromptSets(RequestedRows(("a",), (0.9,)), (3,), chunk, WEIGHTS).consume(
         SimpleNamespace(reqs=[req]), [None]

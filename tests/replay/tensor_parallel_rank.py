@@ -1,4 +1,4 @@
-"""One rank of `test_vocab_shards`.
+"""One rank of `test_tensor_parallel`.
 
     python tensor_parallel_rank.py RANK RANKS RENDEZVOUS_FILE
 

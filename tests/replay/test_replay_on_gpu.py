@@ -169,6 +169,32 @@ def test_scores_and_gradients(scored, dtype):
         assert error(value.cpu(), want[name].double()) < max(ROUNDING, 2 * torch.finfo(value.dtype).eps), name
 
 
+@pytest.mark.parametrize("weight_grad", ["buffer", "dense"])
+def test_the_last_id_keeps_its_gradient(weight_grad):
+    """Only the GPU knows how many ids occur, so segments without candidates follow the last one's."""
+    sets = random_sets([3, 5, 2, 4], V)
+
+    def run(device: str) -> Tensor:
+        hidden, weight = (draw(n, H).to(device, torch.bfloat16).requires_grad_() for n in (len(sets), V))
+        buffer = torch.zeros_like(weight)
+        got = score(
+            hidden,
+            weight,
+            targets_of(sets).to(device),
+            sets,
+            weight_grad=buffer if weight_grad == "buffer" else weight_grad,
+            backend="torch",
+        )
+        got.logprobs.sum().backward()
+        return buffer if weight_grad == "buffer" else weight.grad
+
+    with gpu():
+        got = run("cuda")
+    want = run("cpu")
+    assert want[int(sets.token_ids.max())].any()
+    assert error(got.cpu(), want.double()) <= torch.finfo(torch.bfloat16).eps
+
+
 def test_masks():
     logits = draw(len(SETS), V)
     with gpu():

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing
 
-from sglang_topp_client.transport import framing
+from sglang_topp_client.transport.http import lines
 from sglang_topp_server import limits
 from sglang_topp_server.limits import LONG_BYTES, LongMessageSlots
 
@@ -31,7 +31,7 @@ def start(limit):
 
     async def read():
         async with aclosing(limit.throttle(answer.body())) as body:
-            async for line in framing.lines(body, 1 << 30):
+            async for line in lines(body, 1 << 30):
                 got.append(len(line))
 
     return answer, got, asyncio.create_task(read())

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp_patches.internals import take
+from sglang_topp_patches.releases import take
 from sglang_topp_patches.request import SetsRequest
 from sglang_topp_patches.scheduler import verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed

@@ -52,8 +52,8 @@ from sglang_topp.errors import (
 from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
 from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.resume import empty_rollout
-from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Logprobs, Rollout, Score, TokenIds
-from sglang_topp_client.wire.records import Count, WeightSpan, check_kept_mass, check_sets, read_spans
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Count, Logprobs, Rollout, Score, TokenIds
+from sglang_topp_client.wire.records import WeightSpan, check_result, read_spans
 from sglang_topp_client.wire.typed_json import convert, decode_json, parse_token_ids
 
 __all__ = [
@@ -297,16 +297,13 @@ class GenerateExchange(StreamedExchange[Rollout]):
                     for chunk, ids in zip(chunks, parts, strict=True)
                 ]
             )
-            check_sets(candidates, output_ids, logprobs, field="output_top_p_logprobs")
             check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
-            if wanted.top_logprobs_p is not None:
-                check_kept_mass(candidates, wanted.top_logprobs_p, field="output_top_p_logprobs")
             # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
             # boundary between two weight versions can be off by one token, so the client ignores the field.
             if (versions := meta_info.get("weight_versions")) is not None:
                 weight_spans = read_spans("weight_versions", versions)
 
-        return Rollout(
+        rollout = Rollout(
             prompt_index=wanted.prompt_index,
             sample_index=wanted.samples[index],
             request_id=meta_info["id"],
@@ -323,6 +320,8 @@ class GenerateExchange(StreamedExchange[Rollout]):
             top_logprobs_source=wanted.top_logprobs_source,
             weight_spans=weight_spans,
         )
+        check_result(rollout, p=wanted.top_logprobs_p)
+        return rollout
 
 
 def _is_order(reason: Any) -> bool:
@@ -346,7 +345,7 @@ def _check_resumed(wanted: SampleRequest, meta_info: _MetaInfo) -> None:
 def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
     for name in names:
         if name not in fields:
-            raise WireError(name, "got nothing, expected a value")
+            raise WireError(name, "missing, but required")
 
 
 def _text_prompt_ids(chunk: _Chunk) -> TokenIds:
@@ -458,26 +457,25 @@ class GenerateScoreExchange(StreamedExchange[Score]):
                 f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
                 status=400,
             )
-        scored = token_ids[start:]
         logprobs = _logprobs(meta_info["input_token_logprobs"], token_ids, start)
         sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
         if sets.sizes[0]:
             raise WireError(_SETS, f"got a set before position {start}, the first requested position")
-        candidates = sets[1:]
-        check_sets(candidates, scored, logprobs, field=_SETS)
-        if (p := self._wanted.top_logprobs_p) is not None:
+        p = self._wanted.top_logprobs_p
+        if p is not None:
             check_source(self._wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
-            check_kept_mass(candidates, p, field=_SETS)
-        return Score(
+        score = Score(
             sequence_index=self._wanted.prompt_index,
             request_id=meta_info["id"],
             token_ids=token_ids,
             start=start,
             logprobs=logprobs,
-            candidates=None if p is None else candidates,
+            candidates=sets[1:],
             weight_version=read_weight_version(meta_info),
             cached_tokens=meta_info["cached_tokens"],
         )
+        check_result(score, p=p)
+        return replace(score, candidates=None) if p is None else score
 
 
 def _logprobs(entries: list[TokenLogprob], token_ids: TokenIds, start: int) -> Logprobs:

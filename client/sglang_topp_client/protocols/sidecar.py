@@ -17,9 +17,9 @@ truncated answer has no final message. The message `{"error": {...}}` reports a 
     {"prompt_index": 0, "sample_index": 2, ...}
     {"done": true, "rollouts": 8}
 
-The client's `Accept` header asks for messages that begin with their length (`framing.py`). A sidecar that
-supports them encodes each result in binary form (`wire/records.py`), and the final
-message or an error message as JSON. Any other sidecar sends every message as a line of JSON.
+The client's `Accept` header asks for messages that begin with their length (`transport/http.py`). A sidecar
+that supports them encodes each result in binary form (`wire/records.py`), and the final message or an error
+message as JSON. Any other sidecar sends every message as a line of JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_sourc
 from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.frame import is_frame
-from sglang_topp_client.wire.records import MEDIA_TYPES, check_kept_mass, from_frame, from_record
+from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
 from sglang_topp_client.wire.typed_json import decode_json
 
 __all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
@@ -112,7 +112,8 @@ class _SidecarExchange(ABC, Generic[_Result]):
         if not line:
             return []
         if is_frame(line):
-            return [self._place(from_frame(self.result, line, max_bytes=self._max_bytes))]
+            p = self._wanted.top_logprobs_p
+            return [self._place(from_frame(self.result, line, max_bytes=self._max_bytes, p=p))]
         record = decode_json(line, dict[str, Any], field="stream")
         if "error" in record:
             raise error_from_json(record["error"])
@@ -126,9 +127,13 @@ class _SidecarExchange(ABC, Generic[_Result]):
                 )
             self.complete = True
             return []
-        return [self._place(from_record(self.result, record))]
+        return [self._place(from_record(self.result, record, p=self._wanted.top_logprobs_p))]
 
     def _place(self, result: _Result) -> tuple[int, _Result]:
+        if self._wanted.top_logprobs_source is not None and result.candidates is None:
+            raise MissingCandidateSetsError(
+                "candidates", "the response holds none, though they were asked for"
+            )
         sample, placed = self._check(result)
         self._finished.add(sample)
         return sample, placed
@@ -174,13 +179,7 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
         if result.finish_reason not in ("stop", "length") and not is_partial:
             raise RolloutError(f"a sample finished with {describe(result.finish_reason)}")
         if wanted.top_logprobs_source is not None:
-            if result.candidates is None:
-                raise MissingCandidateSetsError(
-                    "candidates", "the response holds none, though they were asked for"
-                )
             check_source(wanted, result.top_logprobs_source)
-            if wanted.top_logprobs_p is not None:
-                check_kept_mass(result.candidates, wanted.top_logprobs_p, field="candidates")
         if isinstance(wanted.prompt, list) and result.prompt_ids.tolist() != wanted.prompt:
             raise WireError("prompt_ids", "got other ids than those of the prompt")
         sample = wanted.samples[at]
@@ -219,13 +218,5 @@ class ScoresExchange(_SidecarExchange[Score]):
             raise WireError("start", f"got {result.start}, expected {wanted.start}")
         if isinstance(wanted.prompt, list) and result.token_ids.tolist() != wanted.prompt:
             raise WireError("token_ids", "got other ids than those of the sequence")
-        candidates = result.candidates
-        if wanted.top_logprobs_p is None:
-            candidates = None
-        elif candidates is None:
-            raise MissingCandidateSetsError(
-                "candidates", "the response holds none, though they were asked for"
-            )
-        else:
-            check_kept_mass(candidates, wanted.top_logprobs_p, field="candidates")
+        candidates = None if wanted.top_logprobs_p is None else result.candidates
         return 0, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)

@@ -25,17 +25,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.argument_checks import is_text, whole_number
+from sglang_topp.errors import InvalidInputError, WireError
+from sglang_topp_client.argument_checks import find_json_problem
 from sglang_topp_client.rollout import (
     FIELDS,
+    Count,
     Logprobs,
     Probability,
     Rollout,
@@ -47,6 +48,7 @@ from sglang_topp_client.rollout import (
     find_problems,
 )
 from sglang_topp_client.wire.records import write_spans
+from sglang_topp_client.wire.typed_json import convert
 
 __all__ = [
     "TrainerScores",
@@ -62,7 +64,6 @@ __all__ = [
 ]
 
 _MAX_ENTRIES = (1 << 31) - 1
-_INT64_MAX = (1 << 63) - 1
 
 
 def pyarrow() -> Any:
@@ -97,59 +98,6 @@ def _struct(**kinds: Any) -> Any:
     return pyarrow().struct([_whole(name, kind) for name, kind in kinds.items()])
 
 
-def _check_count(name: str, value: Any) -> None:
-    if whole_number(name, value, 0) > _INT64_MAX:
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected 64 bits")
-
-
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not is_text(value):
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected text")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, Real):
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected a number")
-
-
-def _check_array(name: str, value: Any, dtype: type[np.number[Any]]) -> None:
-    is_array = isinstance(value, np.ndarray)
-    if not is_array or value.dtype != dtype or value.ndim != 1:
-        kind = f"{value.dtype} {list(value.shape)}" if is_array else type(value).__name__
-        raise InvalidInputError(f"{name}: got {kind}, expected {dtype.__name__} with one dimension")
-
-
-def _check_params(name: str, value: Any) -> None:
-    try:
-        text = _params_to_json(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{name}: cannot be written as JSON: {error}") from None
-    _check_text(name, text)
-
-
-def _check_weight_spans(name: str, value: Any) -> None:
-    for version, count in value:
-        _check_text(name, version)
-        whole_number(name, count, 0)
-
-
-def _check_ranges(name: str, value: Any) -> None:
-    for start, end in value:
-        whole_number(name, start, 0)
-        whole_number(name, end, 0)
-
-
-def _check_sets(name: str, value: Any) -> None:
-    if len(value.token_ids) > _MAX_ENTRIES:
-        raise InvalidInputError(
-            f"{name}: got {len(value.token_ids)}, expected at most {_MAX_ENTRIES} per rollout"
-        )
-
-
-def _params_to_json(params: Any) -> str:
-    return json.dumps(params, ensure_ascii=False, allow_nan=False)
-
-
 def _params_from_json(text: str) -> dict[str, Any]:
     try:
         params = json.loads(text)
@@ -164,52 +112,48 @@ class _Column(NamedTuple):
     """How a type of field is stored.
 
     Attributes:
-        kind: returns the column's Arrow type. check: raises InvalidInputError if a value cannot be stored.
-        Its arguments are the field's name and the
-            value.
+        kind: returns the column's Arrow type.
         write, read: the conversions between a value and the Python value that Arrow stores.
         name: the column's name, or "" if it is the attribute's name.
     """
 
     kind: Callable[[], Any]
-    check: Callable[[str, Any], None]
     write: Callable[[Any], Any] = lambda value: value
     read: Callable[[Any], Any] = lambda value: value
     name: str = ""
 
 
-_TEXT = _Column(lambda: pyarrow().string(), _check_text)
-_NUMBER = _Column(lambda: pyarrow().float64(), _check_number)
+_TEXT, _NUMBER = _Column(lambda: pyarrow().string()), _Column(lambda: pyarrow().float64())
 _ARRAYS: dict[Any, type[np.number[Any]]] = {TokenIds: np.int32, Logprobs: np.float32}
 _COLUMNS: dict[Any, _Column] = {
-    int: _Column(lambda: pyarrow().int64(), _check_count),
+    Count: _Column(lambda: pyarrow().int64()),
     str: _TEXT,
     Source: _TEXT,
     Seconds: _NUMBER,
     Probability: _NUMBER,
-    TokenIds: _Column(
-        lambda: _list_of(pyarrow().int32()), lambda name, value: _check_array(name, value, np.int32)
-    ),
-    Logprobs: _Column(
-        lambda: _list_of(pyarrow().float32()), lambda name, value: _check_array(name, value, np.float32)
-    ),
-    CandidateSets: _Column(lambda: _list_of(_list_of(pyarrow().int32())), _check_sets, name="candidate_ids"),
+    TokenIds: _Column(lambda: _list_of(pyarrow().int32())),
+    Logprobs: _Column(lambda: _list_of(pyarrow().float32())),
+    CandidateSets: _Column(lambda: _list_of(_list_of(pyarrow().int32())), name="candidate_ids"),
     WeightSpans: _Column(
         lambda: _list_of(_struct(version=pyarrow().string(), start=pyarrow().int32(), end=pyarrow().int32())),
-        _check_weight_spans,
         write_spans,
         lambda spans: tuple((one["version"], one["end"] - one["start"]) for one in spans),
         "weight_versions",
     ),
     TokenRanges: _Column(
         lambda: _list_of(_struct(start=pyarrow().int32(), end=pyarrow().int32())),
-        _check_ranges,
         lambda ranges: [{"start": start, "end": end} for start, end in ranges],
         lambda ranges: tuple((one["start"], one["end"]) for one in ranges),
     ),
-    Mapping[str, Any]: _Column(lambda: pyarrow().string(), _check_params, _params_to_json, _params_from_json),
+    Mapping[str, Any]: _Column(
+        lambda: pyarrow().string(), lambda params: json.dumps(params, ensure_ascii=False), _params_from_json
+    ),
 }
 _ROLLOUT = tuple((field, _COLUMNS[field.type]) for field in FIELDS[Rollout])
+_PLAIN = tuple(field for field in FIELDS[Rollout] if field.type not in (*_ARRAYS, CandidateSets))
+_PLAIN_TYPES = msgspec.defstruct(
+    "Rollout", [(one.name, one.type | None if one.is_optional else one.type) for one in _PLAIN]
+)
 
 
 def schema() -> Any:
@@ -228,12 +172,30 @@ def check_rollout(rollout: Rollout) -> None:
     """Raise InvalidInputError if a field of `rollout` cannot be stored. The error names the field."""
     if not isinstance(rollout, Rollout):
         raise InvalidInputError(f"got {type(rollout).__name__}, expected a Rollout")
-    for field, column in _ROLLOUT:
-        value = getattr(rollout, field.name)
-        if value is not None or not field.is_optional:
-            column.check(field.name, value)
+    plain = {field.name: getattr(rollout, field.name) for field in _PLAIN}
+    try:
+        convert(plain, _PLAIN_TYPES, field="rollout")
+    except WireError as error:
+        raise InvalidInputError(str(error)) from None
+    for name, value in plain.items():
+        if (unstorable := find_json_problem(value)) is not None:
+            raise InvalidInputError(f"{name}: {unstorable}")
+    for field in FIELDS[Rollout]:
+        if field.type in _ARRAYS:
+            _check_array(field.name, getattr(rollout, field.name), _ARRAYS[field.type])
     for name, problem in find_problems(rollout):
         raise InvalidInputError(f"{name}: {problem}")
+    if (sets := rollout.candidates) is not None and len(sets.token_ids) > _MAX_ENTRIES:
+        raise InvalidInputError(
+            f"candidates: got {len(sets.token_ids)}, expected at most {_MAX_ENTRIES} per rollout"
+        )
+
+
+def _check_array(name: str, value: Any, dtype: type[np.number[Any]]) -> None:
+    is_array = isinstance(value, np.ndarray)
+    if not is_array or value.dtype != dtype or value.ndim != 1:
+        kind = f"{value.dtype} {list(value.shape)}" if is_array else type(value).__name__
+        raise InvalidInputError(f"{name}: got {kind}, expected {dtype.__name__} with one dimension")
 
 
 def num_bytes_of(rollout: Rollout) -> int:

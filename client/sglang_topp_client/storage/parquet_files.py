@@ -194,19 +194,16 @@ def read_batches(
                     at = start
                     for batch in parquet.iter_batches(_MAX_ROWS, row_groups=[group], columns=columns):
                         rows: Sequence[int] = range(at, at + len(batch))
+                        first, at = at, at + len(batch)
                         if wanted is not None:
                             rows = [row for row in rows if row in wanted]
-                        yield path, rows, batch if len(rows) == len(batch) else _take(batch, rows, at)
-                        at += len(batch)
+                            batch = batch.take(pa.array([row - first for row in rows], pa.int64()))
+                        yield path, rows, batch
                     if at != end:
                         raise WireError(
                             path, f"row group {group}: got {at - start} rollouts, expected {end - start}"
                         )
                 start = end
-
-
-def _take(batch: Any, rows: Sequence[int], first: int) -> Any:
-    return batch.take(pyarrow().array([row - first for row in rows], pyarrow().int64()))
 
 
 @contextmanager
@@ -518,7 +515,7 @@ def add_trainer_columns(
         "trainer_masked_logprobs": trainer_masked_logprobs,
         "reward": rewards,
     }
-    added = {name: _Values(name, values) for name, values in given.items() if values is not None}
+    added = {name: iter(values) for name, values in given.items() if values is not None}
     if not added:
         raise InvalidInputError(
             "got no column, expected trainer_logprobs, trainer_masked_logprobs, or rewards"
@@ -528,17 +525,18 @@ def add_trainer_columns(
     files = files_of(path)
     fields = [*schema(), *_others(files, without=added), *(trainer_fields()[name] for name in added)]
     with new_parquet_file(Path(target), pa.schema(fields)) as write:
+        num_rows = 0
         for file, _, batch in read_batches(files):
             with reading(file):
                 columns = read_columns(batch, fields[: -len(added)])
             lengths = pa.compute.list_value_length(columns["output_ids"]).to_pylist()
             for name, values in added.items():
-                columns[name] = pa.array(
-                    [values.next(length) for length in lengths], trainer_fields()[name].type
-                )
+                columns[name] = _next_column(name, values, lengths, num_rows)
             write(pa.record_batch(list(columns.values()), schema=pa.schema(fields)))
-        for values in added.values():
-            values.check_end()
+            num_rows += len(batch)
+        for name, values in added.items():
+            if next(values, write) is not write:
+                raise InvalidInputError(f"{name}: got more values than the {num_rows} rollouts")
 
 
 def _others(files: Sequence[str], *, without: Collection[str]) -> list[Any]:
@@ -554,36 +552,29 @@ def _others(files: Sequence[str], *, without: Collection[str]) -> list[Any]:
     return list(others) if schemas else []
 
 
-class _Values:
-    """The values of one added column. The caller gives one value per rollout, as an iterable."""
+def _next_column(name: str, values: Iterator[Any], lengths: Sequence[int], start: int) -> Any:
+    """Return the Arrow column of the next rollouts, after a check of each value.
 
-    def __init__(self, name: str, values: Iterable[Any]) -> None:
-        self._name, self._values, self._row = name, iter(values), 0
-
-    def next(self, num_tokens: int) -> Any:
-        """Return the next rollout's value after a check."""
-        row, self._row = self._row, self._row + 1
+    Args:
+        name: the column's name.
+        values: the values of the remaining rollouts.
+        lengths: the number of output tokens of each of the next rollouts.
+        start: the row of the first of them.
+    """
+    column: list[Any] = []
+    for row, (length, value) in enumerate(zip(lengths, values, strict=False), start):
+        is_reward = name == "reward"
         try:
-            value = next(self._values)
-        except StopIteration:
-            raise InvalidInputError(
-                f"{self._name}: got {row} values, expected one for each rollout"
-            ) from None
-        if value is None:
-            return None
-        is_reward = self._name == "reward"
-        expected = "a number" if is_reward else f"a list or an array of {num_tokens} numbers"
-        try:
-            numbers = np.asarray(value, np.float64 if is_reward else np.float32)
+            number = None if value is None else np.asarray(value, np.float64 if is_reward else np.float32)
         except (TypeError, ValueError):
             got = describe(value)
         else:
-            if numbers.shape == (() if is_reward else (num_tokens,)):
-                return numbers[()]
-            got = f"shape {list(numbers.shape)}"
-        raise InvalidInputError(f"{self._name}: rollout {row}: got {got}, expected {expected}")
-
-    def check_end(self) -> None:
-        """Raise InvalidInputError if the caller's iterable has more values than there are rollouts."""
-        if next(self._values, self) is not self:
-            raise InvalidInputError(f"{self._name}: got more values than the {self._row} rollouts")
+            if number is None or number.shape == (() if is_reward else (length,)):
+                column.append(None if number is None else number[()])
+                continue
+            got = f"shape {list(number.shape)}"
+        expected = "a number" if is_reward else f"a list or an array of {length} numbers"
+        raise InvalidInputError(f"{name}: rollout {row}: got {got}, expected {expected}")
+    if len(column) < len(lengths):
+        raise InvalidInputError(f"{name}: got {start + len(column)} values, expected one for each rollout")
+    return pyarrow().array(column, trainer_fields()[name].type)

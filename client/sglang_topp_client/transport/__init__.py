@@ -1,1 +1,1 @@
-"""HTTP connections, message framing, and the synchronous client's background event loop."""
+"""The HTTP connections to a server, their settings and limits, and the errors of its answers."""

@@ -15,47 +15,24 @@ connection. With many idle connections, this takes quadratic time.
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import json
-import logging
-import math
 import os
 import socket
-import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from ssl import SSLContext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_topp import SglangToppError, errors
-from sglang_topp.errors import (
-    AuthenticationError,
-    BadRequestError,
-    InvalidInputError,
-    OverloadedError,
-    ResponseError,
-    ServerError,
-    TransportError,
-    WireError,
-    describe,
-)
-from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, truncate, whole_number
-from sglang_topp_client.transport import fd_limit, framing
-from sglang_topp_client.transport.extra_headers import as_headers
-from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.wire.error_json import error_from_json
+from sglang_topp.errors import SglangToppError, TransportError, WireError
+from sglang_topp_client.transport.http_errors import CONNECT_TIMEOUT_S, response_error, transport_error
+from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.wire.records import MEDIA_TYPES
 
-__all__ = ["HttpClient", "ServerConfig", "check_key", "check_url", "server_urls"]
+__all__ = ["HttpClient", "frame_head", "frames", "lines"]
 
-_CONNECT_TIMEOUT_S = 10.0
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
 # request starts while the server closes the connection. The client therefore closes an idle connection before
 # the server does.
@@ -63,14 +40,12 @@ _KEEPALIVE_S = 3.0
 # A request body above this size goes to aiohttp as a stream, because aiohttp warns about a large body of type
 # `bytes`.
 _MAX_BYTES_BODY = 1 << 20
-_MAX_ERROR_BYTES = 1 << 16
 # A blocked event loop fires a timer late, and would then take an answer that has long arrived for a timeout.
 # `probe` therefore waits in so many steps. In each step the loop reads what has arrived.
 _PROBE_WAITS = 10
 _USER_AGENT = "sglang-topp"
 _FRAMED = tuple(MEDIA_TYPES.values())
-
-_log = logging.getLogger(__name__)
+_HEAD_BYTES = 8
 
 # With these TCP keepalive options, the kernel needs 60 + 4 * 15 s to detect that a peer is gone.
 _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
@@ -78,87 +53,6 @@ _SOCKET_OPTIONS = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
     if hasattr(socket, name)
 ]
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """The configuration of one server's connections: address, key, headers, TLS settings, and limits.
-
-    `throttle` passes on the bytes of each streamed answer, and may delay the reading of more.
-
-    The client ignores the proxy settings of the environment, because the servers usually run in the client's
-    own cluster, and need no proxy.
-
-    Raises:
-        InvalidInputError: the value of `base_url` is not an http(s) address, `api_key` or `headers` cannot be
-            sent, `ssl` is not an SSLContext, or a limit is not a positive number.
-    """
-
-    base_url: str
-    max_connections: int = 1024
-    max_message_bytes: int = 512 * 2**20
-    api_key: str | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    ssl: SSLContext | None = None
-    throttle: Callable[[AsyncGenerator[bytes, None]], AsyncGenerator[bytes, None]] = lambda body: body
-
-    def __post_init__(self) -> None:
-        check_url("base_url", self.base_url)
-        check_key("api_key", self.api_key)
-        object.__setattr__(self, "headers", as_headers(self.headers))
-        if self.api_key is not None and "authorization" in self.headers:
-            raise InvalidInputError(
-                "headers: got Authorization beside an API key, which is sent in that header; expected one"
-            )
-        if self.ssl is not None and not isinstance(self.ssl, SSLContext):
-            raise InvalidInputError(f"ssl: got {type(self.ssl).__name__}, expected an ssl.SSLContext")
-        whole_number("max_connections", self.max_connections, 1)
-        whole_number("max_message_bytes", self.max_message_bytes, 1)
-
-
-def check_key(name: str, key: Any) -> None:
-    """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The message omits `key`."""
-    if key is not None and not (
-        isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
-    ):
-        raise InvalidInputError(
-            f"{name}: expected printable ASCII text without a space or line end around it"
-        )
-
-
-def server_urls(name: str, urls: Any) -> list[str]:
-    """Check the URLs, and return them as a list with one URL per server.
-
-    Raises:
-        InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
-    """
-    if isinstance(urls, str | bytes) or not isinstance(urls, Sequence):
-        urls = [urls]
-    if not urls:
-        raise InvalidInputError(f"{name}: got none, expected at least one")
-    for url in urls:
-        check_url(name, url)
-    plain = [url.rstrip("/") for url in urls]
-    if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
-        raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
-    return list(urls)
-
-
-def check_url(name: str, value: Any) -> None:
-    """Raise InvalidInputError unless `value` is the http(s) address of a server."""
-    if not isinstance(value, str):
-        raise InvalidInputError(f"{name}: got {type(value).__name__}, expected text")
-    try:
-        url = urlsplit(value)
-        is_address = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port > 0)
-        is_address = is_address and value.isprintable() and " " not in value
-    except ValueError as error:
-        raise InvalidInputError(f"{name}: got {describe(value)}: {error}") from None
-    if not is_address or url.query or url.fragment or url.username is not None:
-        raise InvalidInputError(
-            f"{name}: got {describe(value)}, expected http://host:port or https://…, without a query"
-            " or a user name"
-        )
 
 
 class HttpClient:
@@ -209,7 +103,7 @@ class HttpClient:
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON, and yield the messages of the answer as they arrive.
 
-        The answer's media type decides whether the answer's messages are lines or frames (`framing.py`). If
+        The answer's media type decides whether the answer's messages are lines or frames. If
         the caller leaves the `async with` block early, the client closes the connection.
 
         Args:
@@ -224,17 +118,23 @@ class HttpClient:
             TransportError: the answer did not arrive completely.
             WireError: a message is longer than `max_message_bytes`; the rest of the answer is not read.
         """
-        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json", **(headers or {})}
-        with _transport_errors(self._base_url + path):
-            async with self._send("POST", path, content, headers) as response:
+        try:
+            async with await self._send("POST", path, body, headers) as response:
                 on_received()
                 if response.status != 200:
-                    raise await _response_error(response)
-                body_bytes = self._throttle(_body_of(response, on_received))
-                cut = framing.frames if _media_type(response) in _FRAMED else framing.lines
-                async with aclosing(body_bytes), aclosing(cut(body_bytes, self._max_message_bytes)) as each:
-                    yield each
+                    raise await response_error(response)
+                _check_uncompressed(response)
+                parts = _parts(response, on_received)
+                if self._throttle is not None:
+                    parts = self._throttle(parts)
+                media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+                split = frames if media_type in _FRAMED else lines
+                async with aclosing(parts), aclosing(split(parts, self._max_message_bytes)) as messages:
+                    yield messages
+        except SglangToppError:  # a server's 504 is a TimeoutError too
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            raise transport_error(self._base_url + path, error) from error
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
@@ -269,32 +169,24 @@ class HttpClient:
             TransportError: no complete answer arrived within `timeout_s`.
             WireError: the answer is longer than `max_message_bytes`.
         """
-        content = json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
-        headers = {} if body is None else {"Content-Type": "application/json"}
         url = self._base_url + path
         try:
-            async with asyncio.timeout(timeout_s):
-                with _transport_errors(url):
-                    async with self._send(method, path, content, headers) as response:
-                        if not 200 <= response.status < 300:
-                            raise await _response_error(response)
-                        return await framing.whole(_body_of(response), self._max_message_bytes)
+            async with asyncio.timeout(timeout_s) as limit, await self._send(method, path, body) as response:
+                if not 200 <= response.status < 300:
+                    raise await response_error(response)
+                _check_uncompressed(response)
+                answer = bytearray()
+                async for data in response.content.iter_any():
+                    answer += data
+                    if len(answer) > self._max_message_bytes:
+                        raise _too_long(len(answer), self._max_message_bytes)
+                return bytes(answer)
         except SglangToppError:  # a server's 504 is a TimeoutError too
             raise
-        except TimeoutError:
-            raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
-
-    async def tell(self, path: str, body: dict[str, Any], *, timeout_s: float) -> None:
-        """POST `body` as JSON, and ignore the answer and every failure.
-
-        Unlike the other methods, this one works while the event loop shuts down, which allows no new
-        asynchronous generators.
-        """
-        with suppress(aiohttp.ClientError, OSError, TransportError):
-            session = await self._open()
-            async with asyncio.timeout(timeout_s):
-                response = await session.post(self._base_url + path, json=body, allow_redirects=False)
-                await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            if limit.expired():
+                raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
+            raise transport_error(url, error) from error
 
     async def probe(self, path: str, *, timeout_s: float) -> int | None:
         """Return the status of a GET request's answer, or None if no headers arrive within `timeout_s`.
@@ -318,33 +210,33 @@ class HttpClient:
 
     async def _status(self, path: str) -> int:
         try:
-            async with self._send("GET", path, None, {}) as response:
+            async with await self._send("GET", path) as response:
                 return response.status
         except (aiohttp.ClientError, OSError):
             return 0
 
-    @asynccontextmanager
     async def _send(
-        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Yield the answer as soon as its headers have arrived.
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Return the answer as soon as its headers have arrived.
 
-        The client does not follow redirects, because the target of a redirect would get the API key.
+        The answer is an asynchronous context manager, which closes the connection if part of the answer is
+        unread. The client does not follow redirects, because the target of a redirect would get the API key.
         """
+        data: Any = body
+        if isinstance(body, dict):
+            data = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        sent = dict(headers or {})
+        if data is not None:
+            sent["Content-Type"] = "application/json"
+            data = data if len(data) <= _MAX_BYTES_BODY else io.BytesIO(data)
         session = await self._open()
-        data = io.BytesIO(content) if content is not None and len(content) > _MAX_BYTES_BODY else content
-        response = await session.request(
-            method,
-            self._base_url + path,
-            data=data,
-            headers=headers,
-            allow_redirects=False,
-        )
-        try:
-            yield response
-        finally:
-            # `release` closes the connection if part of the answer is still unread.
-            response.release()
+        url = self._base_url + path
+        return await session.request(method, url, data=data, headers=sent, allow_redirects=False)
 
     async def _open(self) -> aiohttp.ClientSession:
         if self._is_of_parent:
@@ -360,7 +252,7 @@ class HttpClient:
                     socket_factory=self._keepalive_socket,
                     ssl=True if self._ssl is None else self._ssl,
                 ),
-                timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT_S),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
@@ -445,114 +337,91 @@ def _keep_from_collector(session: aiohttp.ClientSession) -> None:
     _open_sessions[session] = asyncio.get_running_loop()
 
 
-def _media_type(response: aiohttp.ClientResponse) -> str:
-    return response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-
-async def _body_of(
-    response: aiohttp.ClientResponse, on_received: Callable[[], None] = lambda: None
-) -> AsyncGenerator[bytes, None]:
-    """Yield the body as it arrives, without decompressing it.
-
-    Raises:
-        WireError: the body is compressed, although the request asks for an uncompressed answer.
-    """
+def _check_uncompressed(response: aiohttp.ClientResponse) -> None:
+    """Raise WireError if the answer is compressed, although the request asks for an uncompressed one."""
     if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
         raise WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
+
+
+async def _parts(
+    response: aiohttp.ClientResponse, on_received: Callable[[], None]
+) -> AsyncGenerator[bytes, None]:
     async for data in response.content.iter_any():
         on_received()
         yield data
 
 
-@contextmanager
-def _transport_errors(url: str) -> Generator[None, None, None]:
-    """A context manager that converts exceptions of aiohttp and the OS to TransportError."""
-    try:
-        yield
-    except SglangToppError:  # a server's 504 is a TimeoutError too
-        raise
-    except TimeoutError as error:
-        raise TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s") from error
-    except (aiohttp.ClientError, OSError) as error:
-        is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
-        if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
-            # The client retries after a FileLimitError, because file descriptors may become free. The log
-            # message tells the user why the retried call takes long.
-            _log.warning("%s: %s", url, sentence)
-            raise FileLimitError(f"{url}: {sentence}") from error
-        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
-            raise TransportError(
-                f"{url}: nothing listens at {error.host}:{error.port} (connection refused); start one,"
-                f" for example with `sglang-topp serve --model-path MODEL --port {error.port}`, or give"
-                " the address of a server that runs"
-            ) from error
-        if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            raise TransportError(
-                f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in"
-                " the SSLContext that you pass as ssl=, or in the file of SSL_CERT_FILE"
-            ) from error
-        raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
+# -- messages --------------------------------------------------------------------------------------
 
 
-async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
-    raw = b""
-    async for data in response.content.iter_any():
-        raw += data
-        if len(raw) > _MAX_ERROR_BYTES:
-            break
-    body = raw[:MAX_BODY_CHARS].decode("utf-8", "replace")
-    status = response.status
-    reported = _reported(raw)
-    sentence = reported.get("message") or reported.get("detail") or body
-    words = truncate(sentence, MAX_MESSAGE_CHARS)
-    message = f"{response.method} {response.url}: HTTP {status}: {words}"
-    if status in (401, 403):
-        return AuthenticationError(message, status=status, body=body)
-    if status == 429:
-        return OverloadedError(
-            message,
-            status=status,
-            body=body,
-            retry_after_s=_retry_after_s(response.headers.get("Retry-After")),
-        )
-    if 400 <= status < 500:
-        return BadRequestError(message, status=status, body=body)
-    if status >= 500:
-        # A sidecar names the class of the error in its 5xx answers, because the client must not retry every
-        # 5xx error.
-        if isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
-            return error_from_json(reported | {"status": status})
-        return ServerError(message, status=status, body=body)
-    if 300 <= status < 400:
-        message += f" (a redirect to {response.headers.get('Location')}; not followed, use it as base_url)"
-    return ResponseError(message, status=status, body=body)
+def frame_head(num_bytes: int) -> bytes:
+    """Return the length prefix of a frame that holds `num_bytes` bytes."""
+    return num_bytes.to_bytes(_HEAD_BYTES, "little")
 
 
-def _reported(raw: bytes) -> dict[str, Any]:
-    """Return the fields of an error answer's body, or an empty dict if the body has none of the known forms.
+async def lines(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of an answer as they arrive, without their line ends.
 
-    The known forms of a body are `{"error": {...}}`, `{"error": "..."}`, and an object without `error`.
+    Raises:
+        WireError: a line is longer than `max_bytes`; the rest of the answer is not read.
+        TransportError: the answer ends in the middle of a line.
     """
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    if isinstance(body, dict) and "error" in body:
-        body = body["error"]
-    if isinstance(body, str):
-        return {"message": body}
-    return body if isinstance(body, dict) else {}
+    # Collect a line in one large buffer, and not in a list of chunks. malloc returns the memory of a large
+    # buffer to the OS as soon as the buffer is freed.
+    pending = bytearray()
+    async for data in body:
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            pending += end
+            if len(pending) > max_bytes:
+                raise _too_long(len(pending), max_bytes)
+            line = bytes(pending).rstrip(b"\r")
+            # A line may be hundreds of MB long. To save memory, this loop frees the buffer `pending`
+            # before the caller decodes the line, and frees `line` before the next line is read.
+            pending = bytearray()
+            yield line
+            del line
+        pending += rest
+        if len(pending) > max_bytes:
+            raise _too_long(len(pending), max_bytes)
+    if pending:
+        raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    if value is None:
-        return None
-    try:
-        wait_s = max(0.0, float(value))
-        return wait_s if wait_s < math.inf else None
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError, OSError):
-        return None
+async def frames(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the frames of an answer as they arrive, without their length prefixes.
+
+    Raises:
+        WireError: a frame is longer than `max_bytes`; the frame is not read.
+        TransportError: the answer ends in the middle of a frame.
+    """
+    pending, length = bytearray(), None
+    async for data in body:
+        rest = memoryview(data)
+        while rest or length == 0:
+            num_missing = (_HEAD_BYTES if length is None else length) - len(pending)
+            pending += rest[:num_missing]
+            rest = rest[num_missing:]
+            if len(pending) < (_HEAD_BYTES if length is None else length):
+                break
+            if length is None:
+                length = int.from_bytes(pending, "little")
+                if length > max_bytes:
+                    raise _too_long(length, max_bytes)
+                pending = bytearray()
+                continue
+            frame = bytes(pending)
+            pending, length = bytearray(), None
+            yield frame
+            del frame
+    if pending or length is not None:
+        of = "its length" if length is None else f"{length} bytes"
+        raise TransportError(f"the answer was cut off in the middle of a frame: {len(pending)} bytes of {of}")
+
+
+def _too_long(size: int, max_bytes: int) -> WireError:
+    return WireError(
+        "max_message_bytes",
+        f"got {size} bytes of one message of the answer (one sample) so far, expected at most {max_bytes}; if"
+        " samples are that long, increase the client's max_message_bytes",
+    )

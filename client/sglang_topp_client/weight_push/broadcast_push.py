@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_topp.errors import SglangToppError, TransportError
-from sglang_topp_client.weight_push.engine_control import EngineControl, Outcomes, begin_updates, on_each
+from sglang_topp_client.weight_push.engine_control import EngineControl, Outcomes, on_each
 from sglang_topp_client.weight_push.tensors_to_push import Bucket, NamedTensor
 
 __all__ = ["push_broadcasts"]
@@ -36,14 +36,12 @@ async def push_broadcasts(
     all engines take part in the same collective operations.
 
     Args:
-        engines: the paused engines. `EngineControl.check` must have set the `tp_size` of each engine.
+        engines: the paused engines, whose updates have begun. `EngineControl.check` must have set the
+            `tp_size` of each.
         parts: the tensors of the whole model, in buckets.
         version: the weight version of the pushed tensors.
         timeout_s: the time limit of each collective operation.
     """
-    outcomes = await begin_updates(engines)
-    if any(outcomes):
-        return outcomes
     group = _Group(engines, timeout_s)
     try:
         await group.broadcast(parts, version)

@@ -10,15 +10,15 @@ from urllib.parse import quote
 from sglang_topp.errors import (
     BadRequestError,
     InvalidInputError,
-    OverloadedError,
     ServerError,
     SglangToppError,
-    TransportError,
     WireError,
     describe,
 )
-from sglang_topp_client.transport.http import HttpClient, ServerConfig
-from sglang_topp_client.weight_push.tensor_check import CheckpointTensors
+from sglang_topp_client.retry_policy import retrying
+from sglang_topp_client.transport.http import HttpClient
+from sglang_topp_client.transport.server_config import ServerConfig
+from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors
 
 __all__ = [
     "PAUSE_MODES",
@@ -41,8 +41,8 @@ TRANSPORTS = ("disk", "tensor", "distributed")
 # scheduler removes an aborted request within a few scheduling steps.
 _ABORTED_LEAVE_S = 30
 
-# A step that may be repeated is tried again after these delays.
-_RETRY_DELAYS_S = (0.25, 1.0, 4.0)
+# How often a step that may be repeated is retried.
+_MAX_RETRIES = 3
 
 _CHECKPOINT_TENSORS = "/sglang_topp/checkpoint_tensors"
 
@@ -281,16 +281,13 @@ class EngineControl:
     ) -> Any:
         """Send a request that may be repeated, and repeat it after a failure that may pass."""
         send = self._http.request_json if is_json else self._http.request
-        deadline = asyncio.get_running_loop().time() + (timeout_s or self._timeout_s)
-        for delay_s in (*_RETRY_DELAYS_S, None):
-            left_s = deadline - asyncio.get_running_loop().time()
-            try:
-                return await send(method, path, body, timeout_s=max(left_s, 0.001))
-            except (ServerError, OverloadedError, TransportError):
-                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= deadline:
-                    raise
-            await asyncio.sleep(delay_s)
-        raise AssertionError
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (timeout_s or self._timeout_s)
+        return await retrying(
+            lambda: send(method, path, body, timeout_s=max(deadline - clock(), 0.001)),
+            _MAX_RETRIES,
+            deadline=deadline,
+        )
 
 
 async def on_each(

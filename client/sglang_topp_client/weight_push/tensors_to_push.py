@@ -1,13 +1,20 @@
-"""Named tensors: yield a model's weights under their checkpoint names, and group the weights into buckets."""
+"""The weights of a push: check them, and group a model's tensors, under their checkpoint names, in buckets.
+
+SGLang ignores tensors with unknown names, and notices no missing tensor. A shape that does not fit can end
+its scheduler. A push is therefore compared with the tensors that each engine loads (`TensorCheck`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.weight_push.checkpoint_folder import check_model
-from sglang_topp_client.weight_push.tensor_check import TensorCheck
+from sglang_topp.errors import InvalidInputError, WireError, describe
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +26,13 @@ Bucket: TypeAlias = tuple[list[NamedTensor], bool]
 __all__ = [
     "MAX_BUCKET_BYTES",
     "Bucket",
+    "CheckpointTensors",
     "NamedTensor",
+    "TensorCheck",
     "TensorsToPush",
     "buckets",
-    "check_model_or_tensors",
+    "check_weights",
+    "checkpoint_folder",
     "named_tensors",
     "tensors_as_saved",
 ]
@@ -34,6 +44,155 @@ A tensor above this size forms its own bucket.
 """
 
 
+def check_weights(weights: Any, *, is_folder: bool) -> None:
+    """Check the type of the weights, before anything is read or sent.
+
+    Args:
+        weights: with `is_folder`, a path or a transformers model. Otherwise, a transformers model or (name,
+            tensor) pairs.
+
+    Raises:
+        InvalidInputError: the weights are something else, or a model that a push would not send whole.
+    """
+    if is_folder and isinstance(weights, str | os.PathLike):
+        if not isinstance(os.fspath(weights), str) or not os.fspath(weights):
+            raise InvalidInputError(f"weights: got {describe(weights)}, expected a path as text")
+    elif callable(getattr(weights, "save_pretrained" if is_folder else "state_dict", None)):
+        if getattr(weights, "peft_config", None):
+            raise InvalidInputError(
+                "weights: got a model with PEFT adapters, expected merged weights: the engine would load the"
+                " base model, or ignore the adapters. Call merge_and_unload() on a copy and push that"
+            )
+        if not is_folder and getattr(weights, "hf_quantizer", None) is not None:
+            raise InvalidInputError(
+                "weights: got a quantized model, expected one in full precision; save it and use via='disk'"
+            )
+    elif is_folder:
+        raise InvalidInputError(
+            f"weights: got {type(weights).__name__}, expected a path, or a transformers model with"
+            " save_pretrained; a wrapper (DDP, FSDP, torch.compile) holds the model as an attribute"
+        )
+    elif isinstance(weights, str | bytes) or not isinstance(weights, Iterable):
+        raise InvalidInputError(
+            f"weights: got {describe(weights)}, expected a transformers model or (name, tensor) pairs; use"
+            " via='disk' for a folder"
+        )
+
+
+@asynccontextmanager
+async def checkpoint_folder(weights: Any) -> AsyncGenerator[str, None]:
+    """Yield the name of a folder that contains the weights to push.
+
+    If `weights` is a model, this function saves the model to a temporary folder, and removes the temporary
+    folder when the context ends.
+
+    Args:
+        weights: a path or a model, checked by `check_weights`. If the path is a directory on this
+            machine, the function yields the directory's absolute path. The function yields any other path
+            unchanged, because the path may exist only on the engine's machine.
+    """
+    if isinstance(weights, str | os.PathLike):
+        path = os.fspath(weights)
+        yield os.path.abspath(path) if os.path.isdir(path) else path
+        return
+    folder = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="sglang-topp-weights-")
+    try:
+        await asyncio.to_thread(weights.save_pretrained, folder.name)
+        yield folder.name
+    finally:
+        await asyncio.to_thread(folder.cleanup)
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        shapes: the shape of each tensor, by name.
+        optional: the names of the tensors that the engine's model does not load, such as a tied LM head.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    optional: frozenset[str]
+
+    @classmethod
+    def from_json(cls, answer: Any) -> CheckpointTensors:
+        """Read the answer of an engine.
+
+        Raises:
+            WireError: a key is missing, or has the wrong type.
+        """
+        for key, kind in (("tensors", dict), ("optional", list)):
+            if not isinstance(answer, dict) or not isinstance(answer.get(key), kind):
+                raise WireError(key, f"got {describe(answer)}, expected the tensors of a checkpoint")
+        return cls(answer["tensors"], frozenset(answer["optional"]))
+
+
+class TensorCheck:
+    """The comparison of one push with the engines' checkpoints.
+
+    Args:
+        engines: the tensors that each engine loads, by its address.
+        is_partial: whether the push may leave out tensors.
+    """
+
+    def __init__(self, engines: Mapping[str, CheckpointTensors], *, is_partial: bool) -> None:
+        # The engines of a fleet usually load the same tensors, which need only one comparison.
+        self._engines: list[tuple[str, CheckpointTensors]] = []
+        for url, tensors in engines.items():
+            if all(tensors != other for _, other in self._engines):
+                self._engines.append((url, tensors))
+        self._is_partial = is_partial
+        self._seen: set[str] = set()
+
+    def add(self, tensors: Iterable[tuple[str, Sequence[int]]], is_last: bool) -> None:
+        """Check the names and shapes of some of the push's tensors.
+
+        Args:
+            tensors: the name and the shape of each tensor.
+            is_last: whether these are the last tensors. They must then be all that the engines load, unless
+                the push is partial.
+
+        Raises:
+            InvalidInputError: an engine does not load a tensor of this name and shape, a name comes twice, or
+                tensors are missing.
+        """
+        for name, shape in tensors:
+            if name in self._seen:
+                raise InvalidInputError(f"weights: got the tensor {name!r} twice, expected it once")
+            self._seen.add(name)
+            for url, known in self._engines:
+                expected = known.shapes.get(name)
+                if expected is None:
+                    raise InvalidInputError(
+                        f"weights: got the tensor {name!r}, but {url} loads none of this name; expected the"
+                        f" names of the checkpoint that it was started with, such as"
+                        f" {_similar(name, known.shapes)!r}"
+                    )
+                if list(shape) != list(expected):
+                    raise InvalidInputError(
+                        f"weights: got {name!r} of shape {list(shape)}, expected {list(expected)}, which"
+                        f" {url} loads"
+                    )
+        for url, known in self._engines if is_last and not self._is_partial else ():
+            required = known.shapes.keys() - known.optional
+            if missing := sorted(required - self._seen):
+                raise InvalidInputError(
+                    f"weights: got {len(self._seen)} tensors without {len(missing)} of the {len(required)}"
+                    f" that {url} loads, such as {missing[0]!r}; push the whole model, or pass partial=True"
+                    " to keep the engine's values of the others"
+                )
+
+
+def _similar(name: str, known: Mapping[str, Any]) -> str:
+    """Return a known name that differs from `name` by a prefix, else any known name."""
+    rest = name
+    while rest := rest.partition(".")[2]:
+        if rest in known:
+            return rest
+    return next((other for other in known if other.endswith("." + name)), next(iter(known)))
+
+
 class TensorsToPush:
     """The tensors of one push, in buckets.
 
@@ -41,7 +200,7 @@ class TensorsToPush:
     they are a model, a mapping, or a sequence, else one bucket.
 
     Args:
-        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`.
+        weights: a transformers model or (name, tensor) pairs, checked by `check_weights`.
 
     Raises:
         InvalidInputError: there are no tensors, or one that was read is not a pair of a name and a tensor.
@@ -63,7 +222,8 @@ class TensorsToPush:
         Raises:
             InvalidInputError: a tensor does not fit, or tensors are missing.
         """
-        _check_bucket(check, *(self._first if self._is_lazy else (self._known, True)))
+        tensors, is_last = self._first if self._is_lazy else (self._known, True)
+        check.add(((name, tensor.shape) for name, tensor in tensors), is_last)
         self._check = check if self._is_lazy else None
 
     def parts(self) -> Iterator[Bucket]:
@@ -75,36 +235,15 @@ class TensorsToPush:
         yield self._first
         for bucket, is_last in self._rest:
             if self._check is not None:
-                _check_bucket(self._check, bucket, is_last)
+                self._check.add(((name, tensor.shape) for name, tensor in bucket), is_last)
             yield bucket, is_last
-
-
-def _check_bucket(check: TensorCheck, bucket: Iterable[NamedTensor], is_last: bool) -> None:
-    check.add((name, tensor.shape) for name, tensor in bucket)
-    if is_last:
-        check.finish()
-
-
-def check_model_or_tensors(weights: Any) -> None:
-    """Raise InvalidInputError unless `weights` is a transformers model or (name, tensor) pairs."""
-    if callable(getattr(weights, "state_dict", None)):
-        check_model(weights)
-        if getattr(weights, "hf_quantizer", None) is not None:
-            raise InvalidInputError(
-                "weights: got a quantized model, expected one in full precision; save it and use via='disk'"
-            )
-    elif isinstance(weights, str | bytes) or not isinstance(weights, Iterable):
-        raise InvalidInputError(
-            f"weights: got {describe(weights)}, expected a transformers model or (name, tensor) pairs; use"
-            " via='disk' for a folder"
-        )
 
 
 def named_tensors(weights: Any) -> Iterator[NamedTensor]:
     """Yield a (name, tensor) pair for each weight, with the name and the shape that a checkpoint uses.
 
     Args:
-        weights: a transformers model or (name, tensor) pairs, checked by `check_model_or_tensors`. For a
+        weights: a transformers model or (name, tensor) pairs, checked by `check_weights`. For a
             model, the function yields each tensor with the name and the shape that `save_pretrained` writes.
             If the caller gives pairs, the pairs must already have the names and shapes of a checkpoint.
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import pickle
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import Any
+
+import pybase64
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, WeightPushError, describe
 from sglang_topp_client.argument_checks import seconds
-from sglang_topp_client.transport.http import ServerConfig, server_urls
+from sglang_topp_client.transport.server_config import ServerConfig, server_urls
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
-from sglang_topp_client.weight_push.checkpoint_folder import check_path_or_model, checkpoint_folder
 from sglang_topp_client.weight_push.engine_control import (
     PAUSE_MODES,
     TRANSPORTS,
@@ -23,11 +26,16 @@ from sglang_topp_client.weight_push.engine_control import (
     Outcomes,
     PauseMode,
     Transport,
+    begin_updates,
     on_each,
 )
-from sglang_topp_client.weight_push.http_push import push_tensors
-from sglang_topp_client.weight_push.tensor_check import TensorCheck
-from sglang_topp_client.weight_push.tensors_to_push import TensorsToPush, check_model_or_tensors
+from sglang_topp_client.weight_push.tensors_to_push import (
+    Bucket,
+    TensorCheck,
+    TensorsToPush,
+    check_weights,
+    checkpoint_folder,
+)
 
 __all__ = ["WeightPusher"]
 
@@ -79,12 +87,11 @@ class WeightPusher:
         _check_mode(pause)
         if not isinstance(partial, bool):
             raise InvalidInputError(f"partial: got {describe(partial)}, expected True or False")
-        (check_path_or_model if via == "disk" else check_model_or_tensors)(weights)
-        async with (
-            self._engines(timeout_s, via) as engines,
-            _sender(weights, version, via, timeout_s) as sender,
-        ):
-            await _push(engines, sender, version, pause, partial)
+        check_weights(weights, is_folder=via == "disk")
+        async with self._engines(timeout_s, via) as engines, _source(weights, via) as source:
+            _raise_first(await on_each(engines, EngineControl.check))
+            await _check(engines, source, partial)
+            await _push(engines, lambda: _send(engines, source, version, via, timeout_s), version, pause)
 
     async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
         """Pause every engine; see `AsyncRolloutClient.pause`."""
@@ -115,72 +122,104 @@ class WeightPusher:
                 await engine.close()
 
 
-class _Sender(Protocol):
-    """A transport's part of a push."""
-
-    async def check(self, engines: Sequence[EngineControl], is_partial: bool) -> None:
-        """Compare the known part of the weights with the tensors that the engines load.
-
-        Raises:
-            InvalidInputError: the weights do not fit.
-        """
-
-    async def send(self, engines: Sequence[EngineControl]) -> Outcomes:
-        """Send the weights to paused engines, and return the outcome of each engine."""
-
-
-class _FolderSender:
-    """Lets every engine load a folder."""
-
-    def __init__(self, folder: str, version: str) -> None:
-        self._folder, self._version = folder, version
-
-    async def check(self, engines: Sequence[EngineControl], is_partial: bool) -> None:
-        async def check_one(engine: EngineControl) -> None:
-            pushed = await engine.checkpoint_tensors(self._folder)
-            check = TensorCheck({engine.base_url: engine.tensors}, is_partial=is_partial)
-            check.add(pushed.shapes.items())
-            check.finish()
-
-        _raise_first(await on_each(engines, check_one))
-
-    async def send(self, engines: Sequence[EngineControl]) -> Outcomes:
-        return await on_each(engines, lambda engine: engine.update_from_disk(self._folder, self._version))
-
-
-class _TensorSender:
-    """Sends tensors, in HTTP requests or over a process group."""
-
-    def __init__(self, tensors: TensorsToPush, push: Callable[..., Awaitable[Outcomes]]) -> None:
-        self._tensors, self._push = tensors, push
-
-    async def check(self, engines: Sequence[EngineControl], is_partial: bool) -> None:
-        known = {engine.base_url: engine.tensors for engine in engines}
-        self._tensors.check(TensorCheck(known, is_partial=is_partial))
-
-    async def send(self, engines: Sequence[EngineControl]) -> Outcomes:
-        return await self._push(engines, self._tensors.parts())
-
-
 @asynccontextmanager
-async def _sender(
-    weights: Any, version: str, via: Transport, timeout_s: float
-) -> AsyncGenerator[_Sender, None]:
+async def _source(weights: Any, via: Transport) -> AsyncGenerator[str | TensorsToPush, None]:
+    """Yield what to push: the name of a folder, or tensors."""
     if via == "disk":
         async with checkpoint_folder(weights) as folder:
-            yield _FolderSender(folder, version)
-        return
-    tensors = await asyncio.to_thread(TensorsToPush, weights)
-    if via == "tensor":
-        yield _TensorSender(tensors, functools.partial(push_tensors, version=version))
+            yield folder
     else:
-        yield _TensorSender(tensors, functools.partial(push_broadcasts, version=version, timeout_s=timeout_s))
+        yield await asyncio.to_thread(TensorsToPush, weights)
+
+
+async def _check(engines: Sequence[EngineControl], source: str | TensorsToPush, is_partial: bool) -> None:
+    """Compare the known part of the weights with the tensors that the engines load.
+
+    Raises:
+        InvalidInputError: the weights do not fit.
+    """
+
+    async def check_folder(engine: EngineControl) -> None:
+        pushed = await engine.checkpoint_tensors(str(source))
+        TensorCheck({engine.base_url: engine.tensors}, is_partial=is_partial).add(pushed.shapes.items(), True)
+
+    if isinstance(source, str):
+        _raise_first(await on_each(engines, check_folder))
+    else:
+        known = {engine.base_url: engine.tensors for engine in engines}
+        source.check(TensorCheck(known, is_partial=is_partial))
+
+
+async def _send(
+    engines: Sequence[EngineControl],
+    source: str | TensorsToPush,
+    version: str,
+    via: Transport,
+    timeout_s: float,
+) -> Outcomes:
+    """Send the weights to paused engines, and return the outcome of each engine."""
+    if isinstance(source, str):
+        return await on_each(engines, lambda engine: engine.update_from_disk(source, version))
+    outcomes = await begin_updates(engines)
+    if any(outcomes):
+        return outcomes
+    if via == "distributed":
+        return await push_broadcasts(engines, source.parts(), version, timeout_s)
+    return await _push_over_http(engines, source.parts(), version, outcomes)
+
+
+async def _push_over_http(
+    engines: Sequence[EngineControl], parts: Iterator[Bucket], version: str, outcomes: Outcomes
+) -> Outcomes:
+    """Send one bucket of tensors per request. An engine that fails gets no more; the others go on."""
+    bodies = _http_bodies(parts, version, {engine.tp_size for engine in engines})
+    while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
+        healthy = [i for i, outcome in enumerate(outcomes) if outcome is None]
+        update = functools.partial(_update_from_tensors, body_of)
+        for i, result in zip(healthy, await on_each([engines[i] for i in healthy], update), strict=True):
+            outcomes[i] = result
+    ends = await on_each(engines, EngineControl.end_update)
+    return [first or last for first, last in zip(outcomes, ends, strict=True)]
+
+
+async def _update_from_tensors(body_of: Mapping[int, bytes], engine: EngineControl) -> None:
+    await engine.update_from_tensors(body_of[engine.tp_size])
+
+
+def _http_bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
+    """Yield, for each bucket, a mapping from tensor-parallel size to JSON request body.
+
+    A request body depends on the engine's tensor-parallel size, so each mapping has one body for each size in
+    `tp_sizes`.
+    """
+    import torch
+
+    for bucket, is_last in parts:
+        # If a tensor is a view, pickle writes the whole storage of the base tensor, so copy the tensors.
+        values = [
+            (name, tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
+            for name, tensor in bucket
+        ]
+        encoded = pybase64.b64encode(pickle.dumps(values, protocol=4)).decode()
+        yield {
+            tp_size: json.dumps(
+                {
+                    "serialized_named_tensors": [encoded] * tp_size,
+                    "flush_cache": False,
+                    "weight_version": version if is_last else None,
+                }
+            ).encode()
+            for tp_size in tp_sizes
+        }
 
 
 async def _push(
-    engines: Sequence[EngineControl], sender: _Sender, version: str, mode: PauseMode, is_partial: bool
+    engines: Sequence[EngineControl],
+    send: Callable[[], Awaitable[Outcomes]],
+    version: str,
+    mode: PauseMode,
 ) -> None:
-    """Check, pause, and flush all engines, send the weights, flush again, and let the engines continue.
+    """Pause and flush all engines, send the weights, flush again, and let the engines continue.
 
     If no engine has loaded a tensor, the engines that this push paused continue. Otherwise, all engines stay
     paused after an error or a cancellation, because they may have different weights.
@@ -189,8 +228,6 @@ async def _push(
         WeightPushError: the push failed after an engine had loaded tensors.
         SglangToppError: the push failed before.
     """
-    _raise_first(await on_each(engines, EngineControl.check))
-    await sender.check(engines, is_partial)
     flush = None if mode == "in_place" else lambda engine: engine.flush_cache(mode)
     try:
         _raise_first(await on_each(engines, lambda engine: engine.pause(mode)))
@@ -203,7 +240,7 @@ async def _push(
         await asyncio.shield(_undo_pause(engines, error))
         raise
     try:
-        outcomes = await sender.send(engines)
+        outcomes = await send()
     except SglangToppError as error:
         outcomes = [error] * len(engines)
     if all(isinstance(outcome, NotLoadedError) for outcome in outcomes):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
 from sglang_topp_client.rollout import (
     FIELDS,
+    Count,
     Field,
     Logprobs,
     Rollout,
@@ -44,11 +45,9 @@ from sglang_topp_client.wire.typed_json import check_ids, convert, decode_json, 
 __all__ = [
     "JSON_FIELDS",
     "MEDIA_TYPES",
-    "Count",
     "JsonField",
     "WeightSpan",
-    "check_kept_mass",
-    "check_sets",
+    "check_result",
     "from_frame",
     "from_record",
     "read_spans",
@@ -61,13 +60,12 @@ MEDIA_TYPES: dict[type[Rollout | Score], str] = {
     Rollout: "application/vnd.sglang-topp.rollouts.v1",
     Score: "application/vnd.sglang-topp.scores.v1",
 }
-"""The media types of answers whose messages begin with their length (`framing.py`).
+"""The media types of answers whose messages begin with their length (`transport/http.py`).
 
 Each message holds a result as a frame, or a JSON object.
 """
 
 _Result = TypeVar("_Result", Rollout, Score)
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _NUM_CANDIDATES = "num_candidates"
 _NO_LOGPROBS = np.empty(0, np.float32)
 
@@ -143,7 +141,6 @@ class JsonField(NamedTuple):
 
 
 _JSON: dict[Any, JsonField] = {
-    int: JsonField(Count),
     TokenIds: JsonField(list[int], np.ndarray.tolist, parse_token_ids),
     Logprobs: JsonField(
         str,
@@ -216,12 +213,15 @@ def _to_record(result: Rollout | Score, *, framed: bool) -> dict[str, Any]:
     return record
 
 
-def from_record(result: type[_Result], record: Any, *, may_be_extended: bool = False) -> _Result:
+def from_record(
+    result: type[_Result], record: Any, *, p: float | None = None, may_be_extended: bool = False
+) -> _Result:
     """Decode a record that `to_record` encoded. Unknown fields of the record are ignored.
 
     Args:
         result: the class of the result.
         record: the JSON object.
+        p: the requested threshold of the sets, which `check_result` checks.
         may_be_extended: whether to accept tokens that `Rollout.extend` appended. Appended tokens have empty
             candidate sets.
 
@@ -234,7 +234,9 @@ def from_record(result: type[_Result], record: Any, *, may_be_extended: bool = F
     for field in FIELDS[result]:
         if field.count_name and (count := getattr(row, field.count_name)) != len(values[field.name]):
             raise WireError(field.count_name, f"got {count}, but there are {len(values[field.name])} ids")
-    return _checked(result(**values), may_be_extended=may_be_extended)
+    decoded = result(**values)
+    check_result(decoded, p=p, may_be_extended=may_be_extended)
+    return decoded
 
 
 def to_frame(result: Rollout | Score) -> bytes:
@@ -247,13 +249,14 @@ def to_frame(result: Rollout | Score) -> bytes:
     return encode_frame(record | {_NUM_CANDIDATES: None if sets is None else len(sets.token_ids)}, arrays)
 
 
-def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int) -> _Result:
+def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int, p: float | None = None) -> _Result:
     """Decode a frame that `to_frame` encoded. Unknown fields in the frame's JSON are ignored.
 
     Args:
         result: the class of the result.
         raw: one frame.
         max_bytes: the maximum length of the decompressed content.
+        p: the requested threshold of the sets, which `check_result` checks.
 
     Raises:
         WireError: the frame was cut or altered, is too long, or does not hold a valid result; the error names
@@ -279,7 +282,9 @@ def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int) -> _Result:
         with renaming_errors({name: f"candidates.{name}" for name in names}):
             sets = CandidateSets(token_ids, candidate_logprobs, offsets_of(sizes), scored)
     frame.end()
-    return _checked(replace(bare, logprobs=logprobs, candidates=sets), may_be_extended=False)
+    decoded = replace(bare, logprobs=logprobs, candidates=sets)
+    check_result(decoded, p=p)
+    return decoded
 
 
 def _values(result: type[Rollout | Score], row: msgspec.Struct, *, framed: bool) -> dict[str, Any]:
@@ -291,80 +296,49 @@ def _values(result: type[Rollout | Score], row: msgspec.Struct, *, framed: bool)
     return values
 
 
-def _checked(result: _Result, *, may_be_extended: bool) -> _Result:
-    """Return a decoded result, or raise WireError if one of its fields contradicts another."""
+def check_result(result: Rollout | Score, *, p: float | None = None, may_be_extended: bool = False) -> None:
+    """Raise WireError if a field of an answer contradicts another.
+
+    Each set must hold its sampled token, with exactly the reported log-prob: the engine computes the sets and
+    the tokens' log-probs from the same float32 numbers. This also rejects sets of another position or
+    request, and log-probs that were computed at another temperature.
+
+    Args:
+        result: the decoded answer.
+        p: the threshold that the sets must reach, if one was requested. `CandidateSets.check_kept_mass` says
+            how exactly.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. They have empty sets, and
+        the
+            log-prob 0.
+    """
     for name, problem in find_problems(result):
         names = {field.name: in_json.name for field, in_json in JSON_FIELDS[type(result)]}
         raise WireError(names[name], problem)
-    if np.isnan(result.logprobs).any():
-        raise WireError("logprobs", f"got NaN at position {int(np.isnan(result.logprobs).argmax())}")
-    if result.candidates is not None:
-        check_sets(
-            result.candidates,
-            scored_ids(result),
-            result.logprobs,
-            field="candidates",
-            may_be_extended=may_be_extended,
-        )
+    logprobs, sets = result.logprobs, result.candidates
+    if np.isnan(logprobs).any():
+        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
+    if sets is not None:
+        ids = scored_ids(result)
+        if len(wrong := np.flatnonzero(sets.sampled_ids != ids)):
+            t = int(wrong[0])
+            raise WireError(
+                "candidates", f"got sampled token {sets.sampled_ids[t]} at position {t}, expected {ids[t]}"
+            )
+        if not may_be_extended and len(empty := np.flatnonzero(sets.sizes == 0)):
+            raise MissingCandidateSetsError("candidates", f"no candidate set at position {int(empty[0])}")
+        if not sets.has_logprobs:
+            raise WireError("candidates", "got sets without log-probs")
+        if len(wrong := np.flatnonzero(sets.sampled_logprobs != logprobs)):
+            t = int(wrong[0])
+            raise WireError(
+                "candidates",
+                f"got log-prob {sets.sampled_logprobs[t]} of the sampled token at position {t}, expected"
+                f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
+            )
+        if p is not None:
+            with renaming_errors({"logprobs": "candidates"}):
+                sets.check_kept_mass(p)
     if isinstance(result, Rollout) and result.appended_spans and not may_be_extended:
         raise WireError(
             "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
         )
-    return result
-
-
-def check_sets(
-    candidates: CandidateSets,
-    output_ids: TokenIds,
-    logprobs: Logprobs,
-    *,
-    field: str,
-    may_be_extended: bool = False,
-) -> None:
-    """Raise WireError unless each set holds its sampled token, with exactly the reported log-prob.
-
-    The engine computes the sets and the tokens' log-probs from the same float32 numbers, so the check
-    compares the log-probs for equality. The check therefore also rejects sets of another position or request,
-    and log-probs that were computed at another temperature.
-
-    Args:
-        candidates: the candidate sets of T positions.
-        output_ids: int32 [T].
-        logprobs: float32 [T], the log-probs of the sampled tokens as the engine reports them.
-        field: the name of the sets in error messages.
-        may_be_extended: whether empty sets are accepted. Tokens that `Rollout.extend` appended have empty
-            sets, and the log-prob 0.
-    """
-    if len(candidates) != len(output_ids):
-        raise WireError(field, f"got {len(candidates)} positions for {len(output_ids)} output_ids")
-    if len(wrong := np.flatnonzero(candidates.sampled_ids != output_ids)):
-        t = int(wrong[0])
-        raise WireError(
-            field,
-            f"got sampled token {candidates.sampled_ids[t]} at position {t}, expected {output_ids[t]}",
-        )
-    if not may_be_extended and len(empty := np.flatnonzero(candidates.sizes == 0)):
-        raise MissingCandidateSetsError(field, f"no candidate set at position {int(empty[0])}")
-    if not candidates.has_logprobs:
-        raise WireError(field, "got sets without log-probs")
-    if len(wrong := np.flatnonzero(candidates.sampled_logprobs != logprobs)):
-        t = int(wrong[0])
-        raise WireError(
-            field,
-            f"got log-prob {candidates.sampled_logprobs[t]} of the sampled token at position {t}, expected"
-            f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
-        )
-
-
-def check_kept_mass(candidates: CandidateSets, p: float, *, field: str) -> None:
-    """Raise WireError if a set's total probability is too low or too high for the threshold `p`.
-
-    `CandidateSets.check_kept_mass` defines the limits.
-
-    Args:
-        candidates: the candidate sets of T positions.
-        p: the requested threshold, in (0, 1].
-        field: the name of the sets in error messages.
-    """
-    with renaming_errors({"logprobs": field}):
-        candidates.check_kept_mass(p)

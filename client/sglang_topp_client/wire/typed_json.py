@@ -9,14 +9,16 @@ import msgspec
 import numpy as np
 
 from sglang_topp.errors import WireError, describe
+from sglang_topp_client.argument_checks import truncate
 from sglang_topp_client.rollout import TokenIds
 
 __all__ = ["check_ids", "convert", "decode_json", "parse_token_ids"]
 
+_MAX_FIELD_CHARS = 60
 _T = TypeVar("_T")
 
 
-def decode_json(text: bytes | memoryview, kind: type[_T], *, field: str) -> _T:
+def decode_json(text: bytes | bytearray | memoryview, kind: type[_T], *, field: str) -> _T:
     """Decode a JSON text into `kind`. Fields that `kind` does not have are left out.
 
     Args:
@@ -34,9 +36,9 @@ def decode_json(text: bytes | memoryview, kind: type[_T], *, field: str) -> _T:
             value = msgspec.json.decode(text)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             value = bytes(text[:200])
-        raise _wire_error(error, value, field) from None
+        raise _wire_error(error, value, kind, field) from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(field, f"got {bytes(text[:200])!r}: {error}") from None
+        raise WireError(field, f"got {bytes(text[:200])!r}, which is not JSON: {error}") from None
 
 
 def convert(value: Any, kind: type[_T], *, field: str) -> _T:
@@ -44,12 +46,12 @@ def convert(value: Any, kind: type[_T], *, field: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _wire_error(error, value, field) from None
+        raise _wire_error(error, value, kind, field) from None
     except (UnicodeEncodeError, RecursionError) as error:
         raise WireError(field, f"got {describe(value)}: {error}") from None
 
 
-def _wire_error(error: msgspec.ValidationError, value: Any, field: str) -> WireError:
+def _wire_error(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> WireError:
     """Return msgspec's error, with the path and the value of the field at fault."""
     problem, _, path = str(error).replace("`", "").partition(" - at $")
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -58,10 +60,13 @@ def _wire_error(error: msgspec.ValidationError, value: Any, field: str) -> WireE
         except (TypeError, LookupError):
             break
     field = path.removeprefix(".") or field
-    if missing := re.fullmatch(r"Object missing required field (\w+)", problem):
-        return WireError(f"{path}.{missing[1]}".removeprefix("."), "got nothing, expected a value")
-    expected = re.sub(r"^Expected |, got .*$", "", problem)
-    return WireError(field, f"got {describe(value)}, expected {expected}")
+    if named := re.fullmatch(r"Object (missing required|contains unknown) field (.*)", problem, re.DOTALL):
+        inner = truncate(f"{path}.{named[2]}".removeprefix("."), _MAX_FIELD_CHARS)
+        if named[1] == "missing required":
+            return WireError(inner, "missing, but required")
+        return WireError(inner, f"no such field, expected one of {', '.join(kind.__struct_fields__)}")
+    expected = "a finite number" if problem == "Number out of range" else problem.removeprefix("Expected ")
+    return WireError(field, f"got {describe(value)}, expected {re.sub(', got .*$', '', expected)}")
 
 
 def parse_token_ids(field: str, values: list[int]) -> TokenIds:

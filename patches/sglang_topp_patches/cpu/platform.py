@@ -214,26 +214,16 @@ def _install_kernel_stubs() -> None:
         sys.meta_path.insert(0, _StubFinder())
 
 
-class _Kernel:
-    """A stub for a kernel. Every attribute of a stub is another stub, and calling a stub raises an error."""
+class _Stub(ModuleType):
+    """A stub for a module or a kernel. Every attribute is another stub. Calling a stub raises an error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> _Kernel:
+    def __getattr__(self, name: str) -> _Stub:
         if name.startswith("__"):
-            raise AttributeError(f"{self._name} has no attribute {name!r}")
-        return _Kernel(f"{self._name}.{name}")
+            raise AttributeError(f"{self.__name__} has no attribute {name!r}")
+        return _Stub(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{self._name} needs an accelerator, and this is the CPU platform")
-
-
-class _Stub(ModuleType):
-    def __getattr__(self, name: str) -> _Kernel:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _Kernel(f"{self.__name__}.{name}")
+        raise RuntimeError(f"{self.__name__} needs an accelerator, and this is the CPU platform")
 
 
 class _StubFinder(MetaPathFinder, Loader):

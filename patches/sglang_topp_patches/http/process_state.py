@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
-from sglang_topp.errors import InvalidInputError
+from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 from sglang_topp_patches.capabilities import Capabilities, environment_notes, status
 from sglang_topp_patches.disaggregation import PrefillServer
-from sglang_topp_patches.hooks import after, around
+from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
 from sglang_topp_patches.memory import InFlight, budget, busy_refusal
 from sglang_topp_patches.releases import internals
+from sglang_topp_patches.request import SetsRequest
 from sglang_topp_patches.scheduler.requests import SchedulerProcess
 from sglang_topp_patches.scheduler.sets import max_staging_bytes, staging_counts
 from sglang_topp_patches.set_buffer import KEY
 
 __all__ = [
     "HTTP_SERVER",
+    "Call",
     "CallEndedError",
     "HttpProcess",
-    "add_status",
-    "note_model",
-    "note_scheduler_states",
+    "current_call",
     "note_server_args",
     "report_state",
 ]
@@ -53,6 +54,64 @@ class CallEndedError(ValueError):
         self.status_code = status_code
 
 
+_TRIMMER = HeapTrimmer()
+
+
+class Call:
+    """One HTTP call to a route that takes a prompt, or one of `sglang.Engine`, until its answer was sent.
+
+    Attributes:
+        path: the route.
+        is_served: whether the call may be answered with sets.
+        is_openai: whether the sets go into the `sglext` of an OpenAI answer.
+        requests: what each prompt of a body for `/generate` wants. `request_fields.normalize` takes it.
+        fields: the plugin's fields of another call, which no class of SGLang has room for.
+            `request_fields.set_fields` takes them. A call that still has `requests` or `fields` when it's
+            answered is an error.
+        samples: an `answer.Sample` for each sample whose sets are sent at the end (OpenAI routes), in order.
+        num_choices: the number of samples in the answer. The first of `samples` may be warm-ups.
+        candidates: the number of candidates that the call holds, for all samples together.
+    """
+
+    def __init__(
+        self,
+        path: str = "",
+        *,
+        is_served: bool = True,
+        is_openai: bool = False,
+        requests: tuple[SetsRequest, ...] | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self.is_served, self.is_openai = path, is_served, is_openai
+        self.requests, self.fields = requests, fields
+        self.samples: list[Any] = []
+        self.num_choices = 0
+        self.candidates = 0
+        self._in_flight: InFlight | None = None
+
+    def count_in(self, in_flight: InFlight) -> None:
+        """Count the call's candidates in `in_flight`, the counter of this process, until `close`."""
+        self._in_flight = in_flight
+
+    def add(self, candidates: int) -> None:
+        """Count candidates that arrived for the call, or that were freed if the number is negative."""
+        if self._in_flight is not None:
+            self.candidates += candidates
+            self._in_flight.total += candidates
+
+    def close(self) -> None:
+        """Stop counting: the answer was sent or has failed. SGLang drops what arrives later."""
+        if self._in_flight is not None:
+            self._in_flight.total -= self.candidates
+            if self.candidates * 8 >= LARGE_BYTES:
+                _TRIMMER.trim_soon()
+        self._in_flight = None
+
+
+current_call: ContextVar[Call | None] = ContextVar("sglang_topp_call", default=None)
+"""The call that the current asyncio task handles, or None."""
+
+
 @dataclass
 class HttpProcess:
     """The state that all hooks of one HTTP process share.
@@ -60,49 +119,28 @@ class HttpProcess:
     Attributes:
         in_flight: the counter of all candidates that the HTTP process holds.
         server_args: SGLang's `ServerArgs`, or None before the tokenizer manager exists.
+        manager: SGLang's `TokenizerManager`, or None before it exists.
         model: the served model's limits, or None before the tokenizer manager exists.
         checkpoint: the checkpoint that the engine started from, or None before the tokenizer manager exists.
-        is_paused: returns whether generation is paused.
-        is_guarded: whether `route_policy.Guard` runs before the routes of SGLang's HTTP server.
-        scheduler_states: the plugin's status in each scheduler, as of the last `GET /server_info`. A
-            scheduler without the plugin has None instead of a status.
+        is_guarded: whether `guard.Guard` runs before the routes of SGLang's HTTP server.
     """
 
     in_flight: InFlight = field(default_factory=lambda: InFlight(budget().max_candidates_in_flight))
     server_args: Any = None
+    manager: Any = None
     model: ModelLimits | None = None
     checkpoint: Checkpoint | None = None
-    is_paused: Callable[[], bool] = lambda: False
     is_guarded: bool = False
-    scheduler_states: list[dict[str, Any] | None] = field(default_factory=list)
 
     @cached_property
     def prefill_server(self) -> PrefillServer:
         """The hooks of a prefill server, and the sets that no decode server has fetched yet."""
         return PrefillServer(self.in_flight)
 
-    def problems(self) -> tuple[str, ...]:
-        """Return every reason why this process refuses requests for sets, or () if there is no reason."""
-        return (*self.capabilities.problems, *self.route_problems())
-
     @cached_property
     def capabilities(self) -> Capabilities:
         """The features that this process can serve. Its first use is after SGLang has loaded its plugins."""
         return Capabilities.of(self.server_args)
-
-    def route_problems(self) -> tuple[str, ...]:
-        """Return an error message in a 1-tuple if SGLang's routes run without `Guard`, and () otherwise.
-
-        `Guard` is the middleware that checks requests before the routes (`http.route_policy`). Without
-        `Guard`, some routes would answer a request for sets without the sets.
-        """
-        module = sys.modules.get(HTTP_SERVER)
-        # A process without a tokenizer manager serves no requests, even if it imports SGLang's HTTP server.
-        if self.server_args is None or module is None:
-            return ()
-        if self.is_guarded or module.app.middleware_stack is None:
-            return ()
-        return ("SGLang's HTTP server began to serve before its routes could be guarded",)
 
     def check_room(self, *, is_streamed: bool) -> None:
         """Refuse a new request for sets while this process holds more candidates than fit.
@@ -121,100 +159,51 @@ class HttpProcess:
         if problem:
             raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, problem)
 
-    def check_request(self, get: Callable[[str], Any]) -> None:
-        """Raise InvalidInputError unless a request for candidate sets fits the served model.
+    def report(self, internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what `GET /server_info` shows under `sglang_topp`: whether it is active, its problems, ...
+
+        It has the limits of the memory and of the served model, against which the sidecar checks requests.
 
         Args:
-            get: a function that takes the name of a request field, and returns the field's value. The
-                function returns the value that the caller sent, not SGLang's normalized value. If the caller
-                did not send the field, the function returns None.
-
-        Raises:
-            InvalidInputError: a value does not fit the model. The error message names the field, the value,
-                and the expected values.
+            internal_states: what each scheduler reports, with the result of `report_state` under
+            `sglang_topp`.
         """
-        if self.model is None:
-            raise InvalidInputError("the model's sizes are not known in this process; nothing can be checked")
-        self.model.check_request(get)
+        found, states = status().to_dict(), [state.get(KEY) for state in internal_states]
+        problems = [*self.capabilities.problems]
+        for rank, state in enumerate(states):
+            if state is None:
+                problems.append(f"scheduler {rank} runs without the plugin")
+            else:
+                problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
+        stagings = [state["staging"] for state in states if state and "staging" in state]
+        names = (*staging_counts, "max_bytes")
+        return {
+            **found,
+            "active": not problems,
+            "problems": problems,
+            "is_paused": bool(self.manager and self.manager.is_pause),
+            "notes": list(environment_notes()),
+            "budget": {**budget().to_dict(), "candidates_in_flight": self.in_flight.total},
+            "staging": {name: sum(each[name] for each in stagings) for name in names},
+            "model": None if self.model is None else self.model.to_record(),
+            # An unsupported SGLang release may lack the setting that `sanitizes_logits` reads.
+            "sanitizes_logits": found["active"] and internals().sanitizes_logits(),
+        }
 
 
 @after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", always=True, state=HttpProcess)
 def note_server_args(
     process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Store the server's arguments."""
-    process.server_args = server_args
-    process.is_paused = lambda: bool(self.is_pause)
+    """Store what is known of the server, and guard an application that serves already."""
+    process.server_args, process.manager = server_args, self
     process.__dict__.pop("capabilities", None)  # those without the arguments
     process.prefill_server.manager = self
-
-
-@after("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", state=HttpProcess)
-def note_model(
-    process: HttpProcess, result: None, self: Any, server_args: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Store the model's limits and its checkpoint."""
-    process.model = ModelLimits.of(self, server_args)
-    process.checkpoint = Checkpoint.of(self, server_args)
-
-
-# -- GET /server_info ----------------------------------------------------------------------------------------
-
-
-@around(
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.get_internal_state",
-    always=True,
-    state=HttpProcess,
-)
-async def note_scheduler_states(
-    process: HttpProcess, original: Callable[[Any], Awaitable[list[Any]]], self: Any
-) -> list[Any]:
-    """Keep the status that each scheduler reports.
-
-    SGLang calls the hooked function to answer `GET /server_info`.
-    """
-    states = await original(self)
-    process.scheduler_states = [state.get(KEY) for state in states]
-    return states
-
-
-@after("sglang.srt.utils.common.build_server_info", since="0.5.22", always=True, state=HttpProcess)
-def add_status(
-    process: HttpProcess, result: dict[str, Any], server_args: Any, scheduler_info: Any
-) -> dict[str, Any]:
-    """Add `{"sglang_topp": {"active": ..., "problems": [...], ...}}`.
-
-    The field `sglang_topp` contains the memory limits and the limits of the served model. The sidecar checks
-    requests against the memory limits and the model's limits.
-    """
-    report = status().to_dict()
-    problems = [*process.problems()]
-    for rank, state in enumerate(process.scheduler_states):
-        if state is None:
-            problems.append(f"scheduler {rank} runs without the plugin")
-        else:
-            problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
-    result[KEY] = {
-        **report,
-        "active": not problems,
-        "problems": problems,
-        "is_paused": process.is_paused(),
-        "notes": list(environment_notes()),
-        "budget": {**budget().to_dict(), "candidates_in_flight": process.in_flight.total},
-        "staging": _staging(process.scheduler_states),
-        "model": None if process.model is None else process.model.to_record(),
-        # Call `sanitizes_logits` only if the plugin is active, because an unsupported SGLang release may
-        # lack the setting that `sanitizes_logits` reads.
-        "sanitizes_logits": report["active"] and internals().sanitizes_logits(),
-    }
-    return result
-
-
-def _staging(scheduler_states: Sequence[dict[str, Any] | None]) -> dict[str, int]:
-    """Return the sums over all schedulers of what they report of their staging areas."""
-    there = [state["staging"] for state in scheduler_states if state and "staging" in state]
-    names = (*staging_counts, "max_bytes")
-    return {name: sum(each[name] for each in there) for name in names}
+    if status().active:
+        process.model = ModelLimits.of(self, server_args)
+        process.checkpoint = Checkpoint.of(self, server_args)
+    if not process.is_guarded and (server := sys.modules.get(HTTP_SERVER)) is not None:
+        server.app.middleware_stack = None  # the next call builds it again
 
 
 @after("sglang.srt.managers.scheduler.Scheduler.get_internal_state", always=True, state=SchedulerProcess)

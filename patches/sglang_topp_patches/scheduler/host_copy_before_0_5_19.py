@@ -27,22 +27,16 @@ from typing import Any
 import torch
 
 from sglang_topp_patches.hooks import around, before
-from sglang_topp_patches.internals import take
-from sglang_topp_patches.releases import internals
-from sglang_topp_patches.scheduler.step import STREAM_OUTPUT, STREAM_OUTPUT_BEFORE_0_5_13
+from sglang_topp_patches.releases import internals, take
 
 __all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
 
-_RESULTS = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    ".process_batch_result"
-)
-_RESULTS_BEFORE_0_5_13 = (
-    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.process_batch_result"
-)
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_RESULTS = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result"
+_OUTPUT_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+_RESULTS_BEFORE_0_5_13 = f"{_OUTPUT_BEFORE_0_5_13}.process_batch_result"
 _PREFILL_SERVER = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
-_HOST = "sglang_topp_host_output"
-_KEPT = "sglang_topp_kept"
+_COPIED = "sglang_topp_copied"
 
 
 @dataclass(frozen=True)
@@ -58,22 +52,9 @@ class Committed:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One scheduler step: its sets, its batch, and the length of each request's output before the step."""
-
-    output: Any
-    batch: Any
-    starts: list[int]
-
-    def consume(self) -> None:
-        """Add the sets of the step's tokens to the requests, after SGLang has appended the tokens."""
-        pairs = zip(self.batch.reqs, self.starts, strict=True)
-        self.output.consume(self.batch, [_committed(req, start) for req, start in pairs])
-
-
-# `_step` is a context variable, because SGLang does not pass the scheduler step to `stream_output`.
-_step: ContextVar[_Step | None] = ContextVar("sglang_topp_step", default=None)
+# The step that runs: it adds its sets to the requests. It is a context variable, because SGLang does not pass
+# the scheduler step to `stream_output`.
+_step: ContextVar[Callable[[], None] | None] = ContextVar("sglang_topp_step", default=None)
 
 
 @before("sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", until="0.5.19")
@@ -84,9 +65,8 @@ def copy_to_host(self: Any, *args: Any, **kwargs: Any) -> None:
     """
     output = take(self.logits_output)
     if output is not None:
-        setattr(self, _HOST, output.copy_to_host(_copy))
         # The copy stream may still read the device tensors, so keep a reference to `output`.
-        setattr(self, _KEPT, output)
+        setattr(self, _COPIED, (output.copy_to_host(_copy), output))
 
 
 @around(f"{_RESULTS}_prefill", f"{_RESULTS}_decode", since="0.5.13", until="0.5.19")
@@ -104,7 +84,7 @@ def process(original: Callable[..., Any], self: Any, batch: Any, result: Any) ->
         return original(self, batch, result)
     finally:
         _step.reset(token)
-        _free(result)
+        setattr(result, _COPIED, None)
 
 
 @around(f"{_PREFILL_SERVER}.process_batch_result_disagg_prefill", until="0.5.19")
@@ -119,36 +99,40 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
     try:
         original(self, batch, result)
         if step is not None:
-            step.consume()
+            step()
     finally:
-        _free(result)
+        setattr(result, _COPIED, None)
 
 
-@before(STREAM_OUTPUT, since="0.5.13", until="0.5.19")
-@before(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13")
+@before(
+    f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.stream_output", since="0.5.13", until="0.5.19"
+)
+@before(f"{_OUTPUT_BEFORE_0_5_13}.stream_output", until="0.5.13")
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Add the step's sets to the requests before SGLang sends the tokens."""
     if (step := _step.get()) is not None:
         _step.set(None)
-        step.consume()
+        step()
     internals().align(reqs)
 
 
-def _step_of(batch: Any, result: Any) -> _Step | None:
-    """Return the scheduler step that produced `result`, or None if `result` has no sets.
+def _step_of(batch: Any, result: Any) -> Callable[[], None] | None:
+    """Return what adds the sets of `result` to the requests, after SGLang has appended the tokens to them.
 
-    The returned `_Step` holds the host copies of the candidate sets.
+    Return None if `result` has no sets.
     """
-    output = getattr(result, _HOST, None)
+    output, _ = getattr(result, _COPIED, None) or (None, None)
     if output is None and (taken := take(getattr(result, "logits_output", None))) is not None:
         # Without overlap scheduling, SGLang does not call `copy_to_cpu`, so the sets are still on the device.
         output = taken.copy_to_host(lambda tensor: tensor.cpu())
-    return None if output is None else _Step(output, batch, [_num_visible(req) for req in batch.reqs])
+    if output is None:
+        return None
+    starts = [_num_visible(req) for req in batch.reqs]
 
+    def consume() -> None:
+        output.consume(batch, [_committed(*pair) for pair in zip(batch.reqs, starts, strict=True)])
 
-def _free(result: Any) -> None:
-    setattr(result, _HOST, None)
-    setattr(result, _KEPT, None)
+    return consume
 
 
 def _num_visible(req: Any) -> int:

@@ -21,12 +21,15 @@ from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.memory import trimmer
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.scheduler.step import PassSets
+from sglang_topp_patches.scheduler.sets import PassSets
 
 __all__ = ["add_to_stage_output", "take_from_stage_output"]
 
 _SETS = "sglang_topp"
 """The key of the sets without their tensors in a stage's output. The tensors are beside it, by number."""
+
+_PLACE = torch.empty(0)
+"""What is pickled in place of each tensor."""
 
 
 @around("sglang.srt.managers.scheduler_pp_mixin.add_auxiliary_output_to_pp_tensors", since="0.5.19")
@@ -45,9 +48,9 @@ def add_to_stage_output(
 
     flat: list[torch.Tensor] = []
 
-    def take_out(tensor: torch.Tensor) -> Any:
+    def take_out(tensor: torch.Tensor) -> torch.Tensor:
         flat.append(tensor)
-        return len(flat) - 1
+        return _PLACE
 
     # Some sets may have been too large for the staging area. `settled` extracts these sets again in the last
     # stage, because only the last stage has the log-probs.
@@ -67,10 +70,10 @@ def take_from_stage_output(
 ) -> Any:
     """Receive a pass's sets in the first stage."""
     ours, lengths = tensors.pop(_SETS, ((), ()))
-    flat = [tensors.pop(f"{_SETS}.{place}")[:length] for place, length in enumerate(lengths)]
+    flat = (tensors.pop(f"{_SETS}.{place}")[:length] for place, length in enumerate(lengths))
     output = original(tensors, observer)
     for each in ours:
-        output = internals().append(output, each.copy_to_host(flat.__getitem__))
+        output = internals().append(output, each.copy_to_host(lambda place: next(flat)))
     return output
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -20,19 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_topp_patches.hooks import Seam, after, around
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.memory import budget, busy_refusal, prompt_refusal
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.scheduler.prefix_cache import Weights, weights_of
 from sglang_topp_patches.scheduler.requests import (
     SchedulerProcess,
+    Weights,
     buffer_of,
     is_refused,
     refuse,
     refuse_too_many,
+    weights_of,
 )
-from sglang_topp_patches.scheduler.sets import ExtractedSets, Sets, StagedSets, extract
-from sglang_topp_patches.scheduler.step import PassSets, RequestedRows, forward_pass_of
+from sglang_topp_patches.scheduler.sets import ExtractedSets, PassSets, Sets, StagedSets, extract
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, forward_pass_of
 from sglang_topp_patches.set_buffer import KEY, PackedSets, SetBuffer
 
 # The maximum number of log-probs (rows times vocabulary) that one call of `extract` reads.
@@ -99,25 +100,18 @@ def forward(
     return result
 
 
-@around(
+@before(
     "sglang.srt.layers.logits_processor.LogitsProcessor.process_input_logprobs",
     until="0.5.16",
     state=SchedulerProcess,
 )
-def process_whole(
-    process: SchedulerProcess,
-    original: Callable[..., Any],
-    self: Any,
-    input_logits: Tensor,
-    logits_metadata: Any,
-) -> Any:
+def process_whole(process: SchedulerProcess, self: Any, input_logits: Tensor, logits_metadata: Any) -> None:
     """Extract all prompt sets of a pass together."""
     rows = torch.arange(len(input_logits), device=input_logits.device)
     extraction = _begin(process, self, logits_metadata, rows)
     if extraction is not None:
         extraction.extract(input_logits)
         extraction.finish()
-    return original(self, input_logits, logits_metadata)
 
 
 @around(
@@ -167,7 +161,7 @@ def _begin(
     forward_pass = forward_pass_of(metadata.top_logprobs_nums)
     if forward_pass is None or not any(forward_pass.rows.thresholds):
         return None
-    return PromptExtraction(process, processor, metadata, indices)
+    return PromptExtraction(process, forward_pass, processor, metadata, indices)
 
 
 class PromptExtraction:
@@ -188,17 +182,23 @@ class PromptExtraction:
             request's index.
     """
 
-    def __init__(self, process: SchedulerProcess, processor: Any, metadata: Any, indices: Tensor) -> None:
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        forward_pass: ForwardPass,
+        processor: Any,
+        metadata: Any,
+        indices: Tensor,
+    ) -> None:
         """Begin a pass.
 
         Args:
             process: the state of this scheduler process.
+            forward_pass: the pass.
             processor: SGLang's object that computes log-probs (`Internals.input_logprobs`).
-            metadata: SGLang's `LogitsMetadata` of the pass, with a `ForwardPass`.
+            metadata: SGLang's `LogitsMetadata` of the pass.
             indices: int64, the indices of the logits rows that score prompt tokens, ascending.
         """
-        forward_pass = forward_pass_of(metadata.top_logprobs_nums)
-        assert forward_pass is not None
         self._process, self._processor, self._pass = process, processor, forward_pass
         self._indices, self._scored = indices, internals().scored_rows(metadata, indices)
         self._next_ids = metadata.extend_input_logprob_token_ids_gpu
@@ -283,8 +283,8 @@ class PromptExtraction:
         self._pass.prompt = PromptSets(
             self._pass.rows,
             self._counts,
-            tuple(self.chunks),
-            self._process.prefix_cache.current_weights(),
+            self.chunks,
+            self._process.current_weights(),
             self.refused,
         )
 
@@ -302,7 +302,7 @@ def compute_logprobs_only(
     original(self, logits_output, forward_batch)
     forward_pass = forward_pass_of(forward_batch.top_logprobs_nums)
     if forward_pass is not None and forward_pass.prompt is not None:
-        internals().attach(logits_output, PassSets((forward_pass.prompt,)))
+        internals().attach(logits_output, forward_pass.prompt)
 
 
 @after("sglang.srt.managers.schedule_batch.Req.reset_for_retract")
@@ -331,7 +331,7 @@ def forget_rows(result: None, self: Any) -> None:
 
 
 @dataclass(frozen=True)
-class PromptSets:
+class PromptSets(PassSets):
     """The prompt sets of one forward pass, first on the device and later on the host.
 
     Attributes:
@@ -344,21 +344,13 @@ class PromptSets:
 
     rows: RequestedRows
     counts: tuple[int, ...]
-    chunks: tuple[Sets, ...]
+    chunks: list[Sets]
     weights: Weights
     refused: Mapping[int, tuple[str, HTTPStatus]] = field(default_factory=dict)
 
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> PromptSets:
-        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
-        return replace(self, chunks=tuple(chunk.map(copy_tensor) for chunk in self.chunks))
-
-    def settled(self) -> PromptSets:
-        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
-        return replace(self, chunks=tuple(chunk.settled() for chunk in self.chunks))
-
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the sets of each request's scored positions to the request's `SetBuffer`."""
-        packed = [each for chunk in self.chunks for each in chunk.on_host().packed_sets()]
+        packed = [each for chunk in self.chunks for each in chunk.on_host()]
         start = 0
         for row, (req, count) in enumerate(zip(batch.reqs, self.counts, strict=False)):
             own = packed[start : start + count]

@@ -9,26 +9,37 @@ Later, a request ends with an error if a set is missing, or if it has too many c
 (`refuse`). The scheduler then extracts no more sets for it, and sends the error with the request's next
 token. The HTTP process ends the request when it receives the error. The scheduler does not end the request
 itself: only one tensor-parallel rank knows of the error, but all ranks must end a request in the same step.
+
+A request for the sets of prompt positions has a *scored prompt*, which must not read KV of older weights. A
+weight push with `flush_cache=false` leaves such KV in the prefix cache, and requests in flight insert more of
+it after the push. SGLang cannot flush the cache while requests are in flight, so a push with requests in
+flight must use `flush_cache=false`. From a push until the next flush, each scored prompt therefore uses a
+cache namespace (SGLang's `extra_key`) for the current weights. Prompts that are scored with the same weights
+still share cached prefixes. With chunked prefill, later chunks of a prompt attend to the KV of earlier ones,
+so `prompts` ends a request with an error if weights are pushed while its prompt is scored.
+
+Weights are identified by the number of weight pushes so far, because weight versions are unreliable: a push
+may have none, and SGLang before 0.5.19 does not tell the scheduler a push's weight version.
 """
 
 from __future__ import annotations
 
 import copy
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
-from weakref import WeakSet
 
-from sglang_topp.engine_contract import (
-    INTERNAL_PARAMS,
-    RESUMED,
-    find_resume_problem,
-)
+import torch
+
+from sglang_topp.engine_contract import INTERNAL_PARAMS, RESUMED, find_resume_problem
 from sglang_topp_patches.capabilities import Capabilities, nucleus_problem, request_problem
-from sglang_topp_patches.hooks import Seam, around, before
-from sglang_topp_patches.memory import LIST_FORM_COST, budget, per_sample_refusal
+from sglang_topp_patches.hooks import Seam, after, around, before
+from sglang_topp_patches.memory import LIST_FORM_COST, budget, sample_refusal
+from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import (
     DISTRIBUTION,
     NOTHING,
@@ -40,12 +51,13 @@ from sglang_topp_patches.request import (
     attach,
     sets_request,
 )
-from sglang_topp_patches.scheduler.prefix_cache import PrefixCache, outside_kv_problem, scores_prompt
+from sglang_topp_patches.scheduler.resume import resumable_req
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 
 __all__ = [
     "CALLED",
     "SchedulerProcess",
+    "Weights",
     "add_sets",
     "admit",
     "buffer_of",
@@ -55,6 +67,7 @@ __all__ = [
     "receive",
     "refuse",
     "refuse_too_many",
+    "weights_of",
 ]
 
 CALLED = (
@@ -66,17 +79,53 @@ CALLED = (
 )
 
 
+# SGLang's classes of prefix caches that separate namespaces: a request reads KV only from its own namespace.
+# The KV in caches of these classes is lost when the scheduler process ends. So these caches never hold KV
+# that an earlier process computed, possibly with other weights.
+_KEYED_CACHES = frozenset(
+    {
+        *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
+        *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
+    }
+)
+# Attributes of SGLang's `Scheduler` that are true if the scheduler reads KV from outside its process.
+_OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATER_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+_PUSHES = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
+_WEIGHTS = "sglang_topp_weights"
+_EXTRA_KEY = "sglang_topp_extra_key"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The identity of the weights that a forward pass uses.
+
+    Attributes:
+        push: the number of weight pushes before the forward pass.
+        version: the version of the last weight push; empty if SGLang does not tell the scheduler the version.
+    """
+
+    push: int
+    version: str
+
+
 @dataclass
 class SchedulerProcess:
     """The state of one scheduler process.
 
     Attributes:
         requests: SGLang's `Req` objects that ask for sets. A request that SGLang drops leaves.
-        prefix_cache: tracks which weights computed the KV in the scheduler's prefix cache.
+        pushes: the number of weight pushes.
+        has_only_current_weights: whether all cached KV was computed with the current weights.
     """
 
-    requests: WeakSet[Any] = field(default_factory=WeakSet)
-    prefix_cache: PrefixCache = field(default_factory=PrefixCache)
+    requests: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    pushes: int = 0
+    has_only_current_weights: bool = True
+    # Each namespace's name contains this secret, so callers cannot guess it. A caller who could guess the
+    # name of a future namespace could fill that namespace with KV of the old weights.
+    _secret: str = field(default_factory=partial(secrets.token_hex, 16))
     _capabilities: Capabilities | None = None
 
     def capabilities_of(self, scheduler: Any) -> Capabilities:
@@ -90,6 +139,55 @@ class SchedulerProcess:
         """The number of candidates that this scheduler holds, because it has not sent them yet."""
         buffers = [(req.customized_info or {}).get(KEY) for req in self.requests]
         return sum(buffer.num_held for buffer in buffers if buffer is not None)
+
+    @before(*(f"{_UPDATER}.{push}" for push in _PUSHES), since="0.5.13")
+    @before(*(f"{_UPDATER}.{end}_weight_update" for end in ("begin", "end")), since="0.5.21")
+    @before(*(f"{_UPDATER_BEFORE_0_5_13}.{push}" for push in _PUSHES), until="0.5.13")
+    def note_push(self, updater: Any, *args: Any, **kwargs: Any) -> None:
+        """Count a weight push.
+
+        The method also counts a push that fails, because a failed push may have changed some weights. Between
+        `begin_weight_update` and `end_weight_update`, other processes may write the weights directly (P2P or
+        RDMA).
+        """
+        # Wait for the accelerator, which may still run the last forward pass with the old weights.
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.pushes += 1
+        self.has_only_current_weights = False
+
+    @after("sglang.srt.managers.scheduler.Scheduler.flush_cache")
+    def note_flush(self, is_flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Record that no KV of older weights is cached any more.
+
+        SGLang does not flush the cache while a request holds KV.
+        """
+        if is_flushed:
+            self.has_only_current_weights = True
+
+    def current_weights(self) -> Weights:
+        """Identify the weights that SGLang would use if a forward pass began now."""
+        return Weights(self.pushes, internals().weight_version())
+
+    @before("sglang.srt.managers.schedule_batch.Req.init_next_round_input")
+    def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Choose the cache namespace of a scored prompt.
+
+        SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. SGLang then looks up
+        a cached prefix in the request's namespace. For the later chunks of a prompt, SGLang omits
+        `tree_cache`, and the request keeps its namespace.
+
+        Each scheduler process puts its own random secret into the names of namespaces, so the names differ
+        between ranks. All ranks change namespaces at the same weight pushes, so the caches of all ranks hold
+        the same prefixes.
+        """
+        if tree_cache is None or not scores_prompt(req):
+            return
+        setattr(req, _WEIGHTS, self.current_weights())
+        given = vars(req).setdefault(_EXTRA_KEY, req.extra_key)
+        req.extra_key = (
+            given if self.has_only_current_weights else f"{given or ''}|{self._secret} {self.pushes}"
+        )
 
 
 @around("sglang.srt.managers.schedule_batch.Req.__init__", always=True)
@@ -110,6 +208,8 @@ def receive(
         sampling_params = copy.copy(sampling_params)
         sampling_params.custom_params = carried.custom_params
         attach(self, carried.request)
+        if carried.request.resumed_tokens is not None:
+            self.__class__ = resumable_req()
     original(self, rid, origin_input_text, origin_input_ids, sampling_params, *args, **kwargs)
 
 
@@ -260,8 +360,9 @@ def add_sets(req: Any, output_index: int, found: Sequence[PackedSet | str], weig
 def refuse_too_many(req: Any) -> None:
     """Refuse a request that has too many candidates for one sample."""
     buffer = buffer_of(req)
-    cost = 1 if sets_request(req).is_base64 else LIST_FORM_COST
-    if problem := per_sample_refusal(budget(), buffer.num_candidates * cost, buffer.num_positions):
+    candidates = buffer.num_candidates * (1 if sets_request(req).is_base64 else LIST_FORM_COST)
+    if candidates > budget().max_candidates_per_sample:
+        problem = sample_refusal(budget(), candidates, buffer.num_positions)
         refuse(req, problem, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
@@ -283,3 +384,32 @@ def refuse(req: Any, reason: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVE
     # SGLang sends the tokens of a request without `stream` only in groups of 50, so turn `stream` on.
     req.stream = True
     req.sampling_params.stream_interval = 1
+
+
+def weights_of(req: Any) -> Weights | None:
+    """Return the `Weights` that the engine had when the prefill of the request's prompt began.
+
+    The result is None before the prefill. The result is also None for a request whose prompt is not scored.
+    """
+    return getattr(req, _WEIGHTS, None)
+
+
+def scores_prompt(req: Any) -> bool:
+    """Return whether a request asks for the sets of prompt positions."""
+    return bool(sets_request(req).threshold and 0 <= req.logprob_start_len < len(req.origin_input_ids))
+
+
+def outside_kv_problem(scheduler: Any) -> str:
+    """Return why a scored prompt may read KV of weights other than the current ones.
+
+    Return an empty string if cache namespaces prevent such a read (see `SchedulerProcess.choose_namespace`).
+    """
+    for name in _OUTSIDE:
+        if getattr(scheduler, name, False):
+            return f"{name}: KV that is stored outside of the engine may come from other weights"
+    cache = scheduler.tree_cache
+    # SGLang's cache for streaming sessions wraps another cache. The attribute `inner` is the wrapped cache.
+    kind = type(getattr(cache, "inner", cache)).__name__
+    if kind not in _KEYED_CACHES:
+        return f"the prefix cache {kind} may hold KV of other weights"
+    return ""

@@ -30,11 +30,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -46,13 +47,14 @@ from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.memory import budget
 from sglang_topp_patches.releases import internals
-from sglang_topp_patches.set_buffer import PackedSet, pack_set
+from sglang_topp_patches.set_buffer import PackedSet
 
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
 
 __all__ = [
     "ExtractedSets",
+    "PassSets",
     "Sets",
     "StagedSets",
     "extract",
@@ -69,8 +71,10 @@ __all__ = [
 _LEAST_ROWS = 16
 _BYTES_PER_CANDIDATE = 8
 
-_Flat: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int64]]
-_Extraction: TypeAlias = Callable[[slice], tuple[Tensor, Tensor, Tensor]]
+_Flat: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Token ids, log-probs, and offsets, as in `ExtractedSets`."""
+_TakeAgain: TypeAlias = Callable[[NDArray[np.intp]], _Flat]
+_Extraction: TypeAlias = Callable[[slice], _Flat]
 
 
 staging_counts = {"rows_staged": 0, "rows_taken_again": 0}
@@ -111,38 +115,28 @@ class ExtractedSets:
         """Return this object, because the sets of an `ExtractedSets` are always complete."""
         return self
 
-    def on_host(self) -> ExtractedSets:
-        """Return this object, whose tensors must already be on the host."""
-        return self
-
-    def packed_sets(self) -> list[PackedSet | str]:
+    def on_host(self) -> list[PackedSet | str]:
         """Return each row's set, or the reason why it has none. The tensors must already be on the host."""
-        token_ids, logprobs = self.token_ids.numpy(), self.logprobs.numpy()
-        bounds = pairwise(self.offsets.tolist())
-        packed: list[PackedSet | str] = [
-            pack_set(token_ids[low:high], logprobs[low:high]) for low, high in bounds
-        ]
-        for row, problem in self.problems.items():
-            packed[row] = problem
-        return packed
+        return _packed(self.token_ids.numpy(), self.logprobs.numpy(), self.offsets.numpy(), self.problems)
 
 
-@dataclass
-class _Kept:
-    """The tensors that the host needs to repeat the extraction of a pass's sets.
-
-    Attributes:
-        sampled_ids: int64 [R], the sampled token of each of the R rows that get sets.
-        vocab: the vocabulary's size.
-        lowest: log-probs at or below this value mean a probability of 0.
-        take_again: extracts the sets of the given rows on the GPU, and waits until the sizes of the sets are
-            known. None once it was needed no more: SGLang may keep a pass's results until the next pass.
-    """
-
-    sampled_ids: Tensor
-    vocab: int
-    lowest: float
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets] | None
+def _packed(
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    offsets: NDArray[np.int64],
+    problems: Mapping[int, str],
+    lowest: float | None = None,
+) -> list[PackedSet | str]:
+    if lowest is not None:
+        # A sampled token of probability 0 must have the log-prob -inf, but SGLang may have written another.
+        logprobs = np.where(logprobs <= lowest, np.float32(-np.inf), logprobs)
+    packed: list[PackedSet | str] = [
+        (token_ids[low:high].tobytes(), logprobs[low:high].tobytes())
+        for low, high in pairwise(offsets.tolist())
+    ]
+    for row, problem in problems.items():
+        packed[row] = problem
+    return packed
 
 
 @dataclass(frozen=True)
@@ -151,14 +145,20 @@ class StagedSets:
 
     Attributes:
         area: the staging area, which holds the sets of R rows.
-        kept: the tensors from which the host can extract the sets again.
+        vocab: the vocabulary's size.
+        lowest: log-probs at or below this value mean a probability of 0.
+        take_again: has one function, which extracts the sets of the given rows on the GPU, and waits until
+            their sizes are known. All copies of this object share the list, which is cleared to free the
+            log-probs: SGLang may keep a pass's results until the next pass.
         rows: the index of each of the R rows in the result of `on_host`, in ascending order. All other rows
             of the result have empty sets.
         num_rows: the number of all rows of the result of `on_host`.
     """
 
     area: StagingArea
-    kept: _Kept
+    vocab: int
+    lowest: float
+    take_again: list[_TakeAgain]
     rows: NDArray[np.intp]
     num_rows: int
 
@@ -171,39 +171,73 @@ class StagedSets:
 
     def settled(self) -> ExtractedSets:
         """Wait for the GPU, and return the complete sets on the GPU."""
-        device = self.area.rows.device
-        return self.map(lambda tensor: tensor.cpu()).on_host().map(lambda tensor: tensor.to(device))
+        packed = self.map(lambda tensor: tensor.cpu()).on_host()
+        sets = [(b"", b"") if isinstance(each, str) else each for each in packed]
+        ids, logprobs = (bytearray().join(each[i] for each in sets) for i in (0, 1))
+        offsets = np.cumsum([0, *(len(each) // 4 for each, _ in sets)])
+        return ExtractedSets(
+            torch.from_numpy(np.frombuffer(ids, np.int32)),
+            torch.from_numpy(np.frombuffer(logprobs, np.float32)),
+            torch.from_numpy(offsets),
+            {row: each for row, each in enumerate(packed) if isinstance(each, str)},
+        ).map(lambda tensor: tensor.to(self.area.rows.device))
 
-    def on_host(self) -> ExtractedSets:
-        """Return the complete sets on the host. The tensors of `area` must already be on the host.
+    def on_host(self) -> list[PackedSet | str]:
+        """Return each row's set, or the reason why it has none. The tensors of `area` must be on the host.
 
         This method waits for the GPU only if the sets of some rows did not fit into the staging area. Call
-        `on_host` only once, because it frees the tensors in `kept`.
+        `on_host` only once, because it clears `take_again`.
         """
-        read = self.area.read()
-        found = read.problems(self.kept.sampled_ids, self.kept.vocab)
-        problems = {int(self.rows[i]): str(problem) for i, problem in found.items()}
-        sets = read.sets()
-        staging_counts["rows_staged"] += int((read.rows[0] > 0).sum())
-        if len(left_out := read.left_out):
+        problems = {row: str(each) for row, each in self.area.problems(self.vocab).items()}
+        found = _packed(*self.area.sets(), problems, self.lowest)
+        staging_counts["rows_staged"] += int(np.count_nonzero(self.area.sizes))
+        if len(left_out := self.area.left_out):
             staging_counts["rows_taken_again"] += len(left_out)
-            assert self.kept.take_again is not None
-            sets = _inserted(sets, left_out, self.kept.take_again(left_out).map(lambda tensor: tensor.cpu()))
-        self.kept.take_again = None
-        ids, logprobs, offsets = sets
-        # A sampled token of probability 0 must have the log-prob -inf. SGLang may have written a finite
-        # log-prob instead (see `lowest` in `_Kept`), so restore -inf.
-        logprobs = np.where(logprobs <= self.kept.lowest, np.float32(-np.inf), logprobs)
-        sizes = np.zeros(self.num_rows, np.int64)
-        sizes[self.rows] = np.diff(offsets)
-        offsets = np.concatenate([[0], sizes.cumsum()])
-        return ExtractedSets(
-            torch.from_numpy(ids), torch.from_numpy(logprobs), torch.from_numpy(offsets), problems
-        )
+            ids, logprobs, offsets = (each.cpu().numpy() for each in self.take_again[0](left_out))
+            again = _packed(ids, logprobs, offsets, {}, self.lowest)
+            for row, packed in zip(left_out.tolist(), again, strict=True):
+                found[row] = packed
+        self.take_again.clear()
+        by_row = dict(zip(self.rows.tolist(), found, strict=True))
+        return [by_row.get(row, (b"", b"")) for row in range(self.num_rows)]
 
 
 Sets: TypeAlias = ExtractedSets | StagedSets
 """The sets of some rows: complete (`ExtractedSets`), or still in a staging area (`StagedSets`)."""
+
+
+@dataclass(frozen=True)
+class PassSets(ABC):
+    """The sets of one forward pass: those of its prompt positions, or those of the tokens that it drew.
+
+    The sets are on the device first, and on the host later. The class implements SGLang's interfaces
+    `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`. Its fields may be tensors, `Sets`, or lists of them.
+    """
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> Self:
+        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs.
+
+        Each tensor is copied with `copy_tensor`, always in the same order.
+        """
+        return self._changed(lambda sets: sets.map(copy_tensor), copy_tensor)
+
+    def settled(self) -> Self:
+        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
+        return self._changed(lambda sets: sets.settled(), lambda tensor: tensor)
+
+    @abstractmethod
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Add the sets to the requests of `batch`."""
+
+    def _changed(self, change: Callable[[Sets], Sets], change_tensor: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [changed(each) for each in value]
+            if isinstance(value, Tensor):
+                return change_tensor(value)
+            return change(value) if isinstance(value, Sets) else value
+
+        return replace(self, **{each.name: changed(getattr(self, each.name)) for each in fields(self)})
 
 
 def extract(
@@ -234,12 +268,12 @@ def extract(
     """
     p = np.array(thresholds, np.float64)
     if is_staged(logprobs):
-        return _stage_top_p(logprobs, p, sampled_ids, lowest, is_taken)
+        return _stage_top_p(logprobs, p, sampled_ids, _bound(logprobs, lowest), is_taken)
     logprobs = _with_zeros(logprobs, lowest)
     if is_taken is not None:
         p = np.where(is_taken.cpu().numpy(), p, 0.0)
 
-    def extraction(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def extraction(rows: slice) -> _Flat:
         return nucleus.top_p_candidates(logprobs[rows], p[rows].tolist(), sampled_ids[rows])
 
     return _extract_rows(extraction, logprobs, slice(0, len(p)))
@@ -274,21 +308,23 @@ def extract_support(
     """
     at = to_device(np.asarray(rows), logprobs.device)
     sampled_ids = sampled_ids[at]
+    if len(rows) < len(logprobs):
+        logprobs = logprobs[at]
     if is_drawn is None:
         is_drawn, token_ids = torch.zeros_like(is_filtered)[:, None], sampled_ids[:, None].int()
     else:
         # A new tensor, because a replay of a CUDA graph later overwrites the sampler's.
         is_drawn = is_drawn & is_filtered[:, None]
     if is_staged(logprobs):
-        return _stage_support(logprobs, at, is_drawn, token_ids, sampled_ids, lowest)
-    logprobs = _with_zeros(logprobs[at], lowest)
+        return _stage_support(logprobs, is_drawn, token_ids, sampled_ids, _bound(logprobs, lowest))
+    logprobs = _with_zeros(logprobs, lowest)
     if token_ids is not None:
         # Each row begins with its most likely tokens. The columns from `width` on hold no token that the
         # sampler could draw, so drop these columns.
         width = max(1, int(is_drawn.sum(1).amax()))
         is_drawn, token_ids = is_drawn[:, :width], token_ids[:, :width]
 
-    def extraction(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def extraction(rows: slice) -> _Flat:
         ids = None if token_ids is None else token_ids[rows]
         return nucleus.support_candidates(logprobs[rows], is_drawn[rows], ids, sampled_ids=sampled_ids[rows])
 
@@ -326,6 +362,10 @@ def _extract_rows(extraction: _Extraction, logprobs: Tensor, rows: slice) -> Ext
     )
 
 
+def _bound(logprobs: Tensor, lowest: float | None) -> float:
+    return torch.finfo(logprobs.dtype).min if lowest is None else lowest
+
+
 def _with_zeros(logprobs: Tensor, lowest: float | None) -> Tensor:
     return logprobs if lowest is None else logprobs.masked_fill(logprobs <= lowest, -torch.inf)
 
@@ -335,24 +375,20 @@ def is_staged(logprobs: Tensor) -> bool:
 
     A staging area needs Triton, and also a GPU or Triton's interpreter (`TRITON_INTERPRET=1`).
     """
-    return (logprobs.is_cuda or _is_interpreted()) and _has_triton()
+    return _has_kernels(logprobs.is_cuda)
 
 
 @cache
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_kernels(is_cuda: bool) -> bool:
+    runs = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and importlib.util.find_spec("triton") is not None
 
 
 def _stage_top_p(
     logprobs: Tensor,
     p: NDArray[np.float64],
     sampled_ids: Tensor,
-    lowest: float | None,
+    lowest: float,
     is_taken: Tensor | None,
 ) -> StagedSets:
     from sglang_topp.nucleus import gpu_extraction
@@ -362,70 +398,43 @@ def _stage_top_p(
         p, at = p[rows], to_device(rows, logprobs.device)
         logprobs, sampled_ids = logprobs[at], sampled_ids[at]
         is_taken = None if is_taken is None else is_taken[at]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
     sampled_ids = sampled_ids.long()
 
-    def take_again(which: NDArray[np.intp]) -> ExtractedSets:
+    def take_again(which: NDArray[np.intp]) -> _Flat:
         wanted = np.zeros_like(p)
         wanted[which] = p[which]
         ids, values, offsets = gpu_extraction.top_p_candidates(logprobs, wanted, sampled_ids, lowest=lowest)
         ends = to_device(np.append(which, len(p)), offsets.device)
-        return ExtractedSets(ids, values, offsets[ends])
+        return ids, values, offsets[ends]
 
     area = gpu_extraction.stage_top_p(
         logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), rows, num_rows)
+    return StagedSets(area, logprobs.shape[1], lowest, [take_again], rows, num_rows)
 
 
 def _stage_support(
     logprobs: Tensor,
-    rows: Tensor,
     is_drawn: Tensor,
     token_ids: Tensor | None,
     sampled_ids: Tensor,
-    lowest: float | None,
+    lowest: float,
 ) -> StagedSets:
     from sglang_topp.nucleus import gpu_extraction
 
-    num_rows, device = len(rows), logprobs.device
-    if num_rows < len(logprobs):
-        logprobs = logprobs[rows]
-    elif logprobs.stride(1) != 1:
-        logprobs = logprobs.contiguous()
-    is_drawn, sampled_ids = is_drawn.contiguous(), sampled_ids.long()
-    token_ids = None if token_ids is None else token_ids.int().contiguous()
+    num_rows, sampled_ids = len(logprobs), sampled_ids.long()
 
-    def take_again(which: NDArray[np.intp]) -> ExtractedSets:
-        at = to_device(which, device)
+    def take_again(which: NDArray[np.intp]) -> _Flat:
+        at = to_device(which, logprobs.device)
         ids = None if token_ids is None else token_ids[at]
-        return ExtractedSets(
-            *gpu_extraction.support_candidates(
-                logprobs[at], is_drawn[at], ids, sampled_ids[at], lowest=lowest
-            )
+        return gpu_extraction.support_candidates(
+            logprobs[at], is_drawn[at], ids, sampled_ids[at], lowest=lowest
         )
 
     area = gpu_extraction.stage_support(
-        logprobs,
-        torch.arange(num_rows, device=device),
-        is_drawn,
-        token_ids,
-        sampled_ids,
-        capacity=_capacity(num_rows),
-        lowest=lowest,
+        logprobs, is_drawn, token_ids, sampled_ids, capacity=_capacity(num_rows), lowest=lowest
     )
-    return StagedSets(area, _kept(logprobs, sampled_ids, lowest, take_again), np.arange(num_rows), num_rows)
-
-
-def _kept(
-    logprobs: Tensor,
-    sampled_ids: Tensor,
-    lowest: float | None,
-    take_again: Callable[[NDArray[np.intp]], ExtractedSets],
-) -> _Kept:
-    lowest = torch.finfo(logprobs.dtype).min if lowest is None else lowest
-    return _Kept(sampled_ids, logprobs.shape[1], lowest, take_again)
+    return StagedSets(area, logprobs.shape[1], lowest, [take_again], np.arange(num_rows), num_rows)
 
 
 @cache
@@ -447,17 +456,3 @@ def max_staging_bytes(scheduler: Any) -> int:
 
 def _capacity(num_rows: int) -> int:
     return max(num_rows, _LEAST_ROWS) * budget().staged_candidates_per_row
-
-
-def _inserted(sets: _Flat, rows: NDArray[np.intp], again: ExtractedSets) -> _Flat:
-    """Return a copy of `sets` in which the sets of `again` replace the empty sets at the indices `rows`."""
-    ids, logprobs, offsets = sets
-    sizes = np.diff(offsets)
-    added = again.offsets.diff().numpy()
-    at = np.repeat(offsets[rows], added)
-    sizes[rows] = added
-    return (
-        np.insert(ids, at, again.token_ids.numpy()),
-        np.insert(logprobs, at, again.logprobs.numpy()),
-        np.concatenate([[0], sizes.cumsum()]),
-    )

@@ -6,8 +6,8 @@
    extracts the sets from the log-probs of the whole vocabulary (`attach_logprobs` before SGLang 0.5.16).
    `sample` then attaches the sets to the output of the forward pass.
 3. The sets are copied to the host together with SGLang's own results. SGLang then drops invalid tokens, such
-   as tokens after a stop condition and tokens of a retracted request. `PassSets.consume` runs afterwards, and
-   adds the set of each remaining token to the token's request.
+   as tokens after a stop condition and tokens of a retracted request. `GeneratedSets.consume` runs
+   afterwards, and adds the set of each remaining token to the token's request.
 
 A request asks for one of two kinds of sets. With the field `top_logprobs_p`, a token is in the set if all
 more probable tokens have a total probability below `top_logprobs_p`. With the field `top_logprobs_source` set
@@ -25,22 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sglang_topp.candidates.torch_tensors import to_device
-from sglang_topp.malloc_trim import LARGE_BYTES
-from sglang_topp_patches.hooks import Seam, after, around
-from sglang_topp_patches.memory import trimmer
+from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import sets_request
 from sglang_topp_patches.scheduler.requests import add_sets, is_refused
 from sglang_topp_patches.scheduler.sets import (
+    PassSets,
     Sets,
     extract,
     extract_support,
@@ -48,16 +47,12 @@ from sglang_topp_patches.scheduler.sets import (
     lowest_logprob,
     warm_up,
 )
-from sglang_topp_patches.set_buffer import KEY, PackedSet
+from sglang_topp_patches.set_buffer import PackedSet
 
 __all__ = [
     "CALLED",
-    "STREAM_OUTPUT",
-    "STREAM_OUTPUT_BEFORE_0_5_13",
     "ForwardPass",
     "GeneratedSets",
-    "PassPart",
-    "PassSets",
     "RequestedRows",
     "TopLogprobsNums",
     "attach_logprobs",
@@ -68,7 +63,6 @@ __all__ = [
     "requested_rows",
     "sample",
     "sample_from_probs",
-    "trim_after_sending",
 ]
 
 CALLED = (
@@ -78,15 +72,6 @@ CALLED = (
         keywords=("output_index", "token_ids"),
         since="0.5.20",
     ),
-)
-
-STREAM_OUTPUT = (
-    "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
-)
-"""SGLang's function that sends new tokens, with `customized_info`, in SGLang 0.5.13 and later."""
-
-STREAM_OUTPUT_BEFORE_0_5_13 = (
-    "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.stream_output"
 )
 
 
@@ -133,7 +118,7 @@ class ForwardPass:
     """
 
     rows: RequestedRows
-    prompt: PassPart | None = None
+    prompt: PassSets | None = None
     weights: Tensor | None = None
     token_ids: Tensor | None = None
     generated: GeneratedSets | None = None
@@ -238,8 +223,8 @@ def sample(original: Callable[..., Tensor], self: Any, logits_output: Any, forwa
     rows = forward_pass.rows
     if rows.answers:
         generated = forward_pass.generated or GeneratedSets(rows, internals().weight_version())
-        prompt = () if forward_pass.prompt is None else (forward_pass.prompt,)
-        internals().attach(logits_output, PassSets((*prompt, generated)))
+        for sets in filter(None, (forward_pass.prompt, generated)):
+            internals().attach(logits_output, sets)
     return next_token_ids
 
 
@@ -319,27 +304,23 @@ def rank_only_top_k(
     return sampled_ids, weights, token_ids, selected_weight
 
 
-@around("sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs", since="0.5.16")
+@before("sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs", since="0.5.16")
 def compute_logprobs(
-    original: Callable[..., Any],
     self: Any,
     logprobs: Tensor,
     top_logprobs_nums: list[int],
     token_ids_logprobs: list[Any],
     batch_next_token_ids: Tensor,
-) -> Any:
+) -> None:
     """Extract the sets of a pass.
 
-    The hook extracts the sets before it calls the hooked function, because the hooked function replaces
-    log-probs of -inf in place.
+    The hook runs before the hooked function, because that replaces log-probs of -inf in place.
     """
     _extract_generated(logprobs, batch_next_token_ids)
-    return original(self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids)
 
 
-@around("sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output", until="0.5.16")
+@before("sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output", until="0.5.16")
 def attach_logprobs(
-    original: Callable[..., None],
     self: Any,
     logits_output: Any,
     logprobs: Tensor,
@@ -350,15 +331,6 @@ def attach_logprobs(
 ) -> None:
     """Extract a pass's sets on SGLang before 0.5.16."""
     _extract_generated(logprobs, batch_next_token_ids)
-    original(
-        self,
-        logits_output,
-        logprobs,
-        top_logprobs_nums,
-        token_ids_logprobs,
-        sampling_info,
-        batch_next_token_ids,
-    )
 
 
 def _extract_generated(logprobs: Tensor, sampled_ids: Tensor) -> None:
@@ -368,50 +340,8 @@ def _extract_generated(logprobs: Tensor, sampled_ids: Tensor) -> None:
         forward_pass.generated = forward_pass.extract(logprobs, sampled_ids, version)
 
 
-class PassPart(Protocol):
-    """One part of a forward pass's sets: `prompts.PromptSets` or `GeneratedSets`.
-
-    The sets are in tensors on the device or on the host.
-    """
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> PassPart:
-        """Return a copy of this object. Copy each tensor with `copy_tensor`, always in the same order."""
-
-    def settled(self) -> PassPart:
-        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Add the sets to the requests of `batch`."""
-
-
 @dataclass(frozen=True)
-class PassSets:
-    """All sets of one forward pass, in tensors on the device or on the host.
-
-    `PassSets` implements SGLang's interfaces `DeviceAuxiliaryOutput` and `HostAuxiliaryOutput`.
-
-    Attributes:
-        parts: the prompt sets, if the pass scored any prompt, and then the sets of the generated tokens.
-    """
-
-    parts: tuple[PassPart, ...]
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> PassSets:
-        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
-        return PassSets(tuple(part.copy_to_host(copy_tensor) for part in self.parts))
-
-    def settled(self) -> PassSets:
-        """Return a copy of this object in which no set is in a staging area."""
-        return PassSets(tuple(part.settled() for part in self.parts))
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Add all sets of the pass to the requests of `batch`."""
-        for part in self.parts:
-            part.consume(batch, commits)
-
-
-@dataclass(frozen=True)
-class GeneratedSets:
+class GeneratedSets(PassSets):
     """The sets of the tokens that one forward pass drew, first on the device and later on the host.
 
     A pass draws one token for each row. A speculative verification draws up to `width` for each row that asks
@@ -444,27 +374,6 @@ class GeneratedSets:
     is_inside: Tensor | None = None
     problems: Mapping[int, str] = field(default_factory=dict)
 
-    def settled(self) -> GeneratedSets:
-        """Return a copy of this object in which no set is in a staging area (`StagedSets.settled`)."""
-        return replace(
-            self, sets=self.sets and self.sets.settled(), drawn=self.drawn and self.drawn.settled()
-        )
-
-    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> GeneratedSets:
-        """Start copying the sets to the host. SGLang waits for these copies before `consume` runs."""
-
-        def copied(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else copy_tensor(tensor)
-
-        return replace(
-            self,
-            token_ids=copied(self.token_ids),
-            sets=self.sets and self.sets.map(copy_tensor),
-            drawn=self.drawn and self.drawn.map(copy_tensor),
-            accept_lens=copied(self.accept_lens),
-            is_inside=copied(self.is_inside),
-        )
-
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Append the set of each new token to its request's `SetBuffer`.
 
@@ -475,14 +384,13 @@ class GeneratedSets:
         """
         rows, width = self.rows, self.width
         slotted = range(len(rows.request_ids)) if self.slotted is None else self.slotted
-        first_slots = {row: place * width for place, row in enumerate(slotted)}
-        found: dict[int, PackedSet | str] = {}
-        if self.sets is not None:
-            found.update(enumerate(self.sets.on_host().packed_sets()))
+        first_slots = dict(zip(slotted, range(0, len(slotted) * width, width), strict=True))
+        tokens, lens, is_inside = map(_listed, (self.token_ids, self.accept_lens, self.is_inside))
+        found: list[PackedSet | str] = [""] * len(tokens) if self.sets is None else self.sets.on_host()
         if self.drawn is not None:
             slots = (first_slots[row] + i for row in rows.drawn for i in range(width))
-            found.update(zip(slots, self.drawn.on_host().packed_sets(), strict=True))
-        tokens, lens, is_inside = map(_listed, (self.token_ids, self.accept_lens, self.is_inside))
+            for slot, packed in zip(slots, self.drawn.on_host(), strict=True):
+                found[slot] = packed
         for row, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             if commit is None or row not in rows.asking or is_refused(req):
                 continue
@@ -510,13 +418,3 @@ class GeneratedSets:
 
 def _listed(tensor: Tensor | None) -> list[Any]:
     return [] if tensor is None else tensor.tolist()
-
-
-@after(STREAM_OUTPUT, since="0.5.13")
-@after(STREAM_OUTPUT_BEFORE_0_5_13, until="0.5.13")
-def trim_after_sending(result: Any, self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Return memory to the OS after a request with large sets was sent."""
-    for req in reqs:
-        buffer = (req.customized_info or {}).get(KEY) if req.finished_output else None
-        if buffer is not None and buffer.num_candidates * 8 >= LARGE_BYTES:
-            trimmer.trim_soon()

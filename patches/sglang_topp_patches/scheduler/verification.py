@@ -33,7 +33,7 @@ from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import extract, extract_support, lowest_logprob
-from sglang_topp_patches.scheduler.step import GeneratedSets, PassSets, RequestedRows, requested_rows
+from sglang_topp_patches.scheduler.step import GeneratedSets, RequestedRows, requested_rows
 
 __all__ = ["compute_logprobs", "sample"]
 
@@ -81,7 +81,7 @@ def compute_logprobs(
         return
     setattr(logits_output, _FIELD, None)
     sets = verification.sets(logits_output.next_token_logits, batch.sampling_info)
-    internals().attach(logits_output, PassSets((sets,)))
+    internals().attach(logits_output, sets)
 
 
 @contextmanager

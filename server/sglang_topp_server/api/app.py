@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
@@ -31,6 +30,7 @@ from sglang_topp_server.schemas.answers import (
     RolloutsAnswer,
     ScoresAnswer,
 )
+from sglang_topp_server.schemas.openapi import body_schema
 from sglang_topp_server.schemas.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
 from sglang_topp_server.settings import Limits
 from sglang_topp_server.view.build_page import content_security_policy
@@ -74,7 +74,7 @@ def create_app(
         "/rollouts",
         response_model=None,
         responses={200: {"model": RolloutsAnswer, "content": _streams(ROLLOUTS, "RolloutRecord")}},
-        openapi_extra=_body(RolloutsBody),
+        openapi_extra=body_schema(RolloutsBody),
     )
     async def rollouts() -> Response:
         """Generate samples with their candidate sets.
@@ -90,7 +90,7 @@ def create_app(
         "/scores",
         response_model=None,
         responses={200: {"model": ScoresAnswer, "content": _streams(SCORES, "ScoreRecord")}},
-        openapi_extra=_body(ScoresBody),
+        openapi_extra=body_schema(ScoresBody),
     )
     async def scores() -> Response:
         """Return the log-probs and candidate sets of given sequences.
@@ -101,7 +101,7 @@ def create_app(
         """
         return SampleEndpoint(SCORES, shared)
 
-    @app.post("/abort", openapi_extra=_body(AbortBody))
+    @app.post("/abort", openapi_extra=body_schema(AbortBody))
     async def abort(request: Request) -> AbortAnswer:
         """Abort one request by its id, or all requests in the engine.
 
@@ -205,12 +205,6 @@ def _streams(spec: EndpointSpec, record: str) -> dict[str, Any]:
         NDJSON: {"schema": {"type": "string", "description": f"With stream: a {record} on each line."}},
         spec.media_type: {"schema": {"type": "string", "format": "binary"}},
     }
-
-
-def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a route's request body."""
-    schema = kind.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

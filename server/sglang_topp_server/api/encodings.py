@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import pybase64
 from pydantic_core import to_json
@@ -18,15 +18,13 @@ from starlette.datastructures import Headers
 
 from sglang_topp import formats
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.transport.framing import frame_head
+from sglang_topp_client.transport.http import frame_head
 from sglang_topp_client.wire.records import to_frame, to_record
 
 __all__ = [
     "CHUNK_BYTES",
     "NDJSON",
     "Encoding",
-    "Frames",
-    "JsonLines",
     "SampleJson",
     "accepted_encoding",
     "encode",
@@ -96,58 +94,34 @@ def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(pending)
 
 
-class Encoding(Protocol):
-    """The interface for encoding a stream's messages."""
+class Encoding:
+    """The encoding of a stream's messages: lines of JSON, or binary frames.
 
-    media_type: str
+    A frame holds a message's length and then the message: a sample or a score in the binary form of
+    `sglang_topp_client`, or JSON.
+
+    Args:
+        framed: the media type of a response that consists of frames, or None for lines of JSON.
+    """
+
+    def __init__(self, framed: str | None = None) -> None:
+        self.media_type, self._is_framed = framed or NDJSON, framed is not None
 
     def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
         """Encode a finished sample or score as one message, in chunks of bytes."""
-
-    def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode a message that is not a sample: an error, or the stream's last message."""
-
-
-class JsonLines:
-    """The default encoding: one line of JSON per message."""
-
-    media_type = NDJSON
-
-    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """Encode a finished sample or score as one line of JSON, in chunks of bytes."""
-        return chain(SampleJson(sample), [b"\n"])
-
-    def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode an error, or the stream's last message, as one line of JSON."""
-        return encode(answer) + b"\n"
-
-
-class Frames:
-    """The binary encoding: each message is one frame, which holds the message's length and then the message.
-
-    Samples and scores are in the binary encoding of `sglang_topp_client`. Errors and the stream's last
-    message are JSON.
-
-    Args:
-        media_type: the media type of the response.
-    """
-
-    def __init__(self, media_type: str) -> None:
-        self.media_type = media_type
-
-    def sample(self, sample: Rollout | Score) -> Iterable[bytes]:
-        """Encode a finished sample or score as one frame, in the binary encoding of `sglang_topp_client`."""
+        if not self._is_framed:
+            return chain(SampleJson(sample), [b"\n"])
         raw = to_frame(sample)
         return [frame_head(len(raw)), raw]
 
     def message(self, answer: dict[str, Any]) -> bytes:
-        """Encode an error, or the stream's last message, as one frame that holds JSON."""
+        """Encode a message that is not a sample: an error, or the stream's last message."""
         raw = encode(answer)
-        return frame_head(len(raw)) + raw
+        return frame_head(len(raw)) + raw if self._is_framed else raw + b"\n"
 
 
 def accepted_encoding(headers: Headers, framed: str) -> Encoding:
-    """Return `JsonLines`, or `Frames` if the `Accept` header asks for frames and does not prefer JSON lines.
+    """Return lines of JSON, or frames if the `Accept` header asks for them and does not prefer lines.
 
     Args:
         headers: the request's headers.
@@ -157,7 +131,7 @@ def accepted_encoding(headers: Headers, framed: str) -> Encoding:
     for media_type, quality in _accepted(",".join(headers.getlist("accept"))):
         if media_type in qualities:
             qualities[media_type] = max(qualities[media_type], quality)
-    return Frames(framed) if qualities[framed] > 0 and qualities[framed] >= qualities[NDJSON] else JsonLines()
+    return Encoding(framed if qualities[framed] > 0 and qualities[framed] >= qualities[NDJSON] else None)
 
 
 def _accepted(header: str) -> Iterator[tuple[str, float]]:

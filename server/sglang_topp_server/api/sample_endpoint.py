@@ -31,7 +31,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES
-from sglang_topp_server.api.encodings import Encoding, JsonLines, SampleJson, accepted_encoding, rechunk
+from sglang_topp_server.api.encodings import Encoding, SampleJson, accepted_encoding, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
 from sglang_topp_server.engine.client import EngineClient, FailedPrompt
 from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
@@ -45,7 +45,7 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.requests import SampleBody, parse_rollouts, parse_scores
+from sglang_topp_server.schemas.requests import AnyCall, parse_rollouts, parse_scores
 from sglang_topp_server.settings import Limits
 
 __all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "SampleEndpoint", "Shared"]
@@ -82,7 +82,7 @@ class EndpointSpec:
     result_noun: str
     index_field: str
     media_type: str
-    parse: Callable[[bytes | bytearray, Limits], SampleBody]
+    parse: Callable[[bytes | bytearray, Limits], AnyCall]
     check: Callable[[Any, Model, bool], None]
 
 
@@ -119,7 +119,7 @@ class SampleEndpoint(Response):
     def __init__(self, spec: EndpointSpec, shared: Shared) -> None:
         super().__init__()
         self._spec, self._shared, self._metrics = spec, shared, shared.metrics
-        self._encoding: Encoding = JsonLines()
+        self._encoding: Encoding = Encoding()
         self._is_started = self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,15 +163,15 @@ class SampleEndpoint(Response):
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> SampleBody:
+    async def _read(self, headers: Headers, receive: Receive) -> AnyCall:
         async with self._shared.bodies.read(headers, receive) as body:
             if len(body) < _OFF_LOOP_BYTES:
                 return self._spec.parse(body, self._shared.limits)
             return await asyncio.to_thread(self._spec.parse, body, self._shared.limits)
 
-    async def _answer(self, request: SampleBody, trace: dict[str, str], receive: Receive, send: Send) -> str:
+    async def _answer(self, request: AnyCall, trace: dict[str, str], receive: Receive, send: Send) -> str:
         """Answer the request, and return the outcome for the metrics."""
-        answer = self._answer_stream if request.stream else self._answer_whole
+        answer = self._answer_stream if request.body.stream else self._answer_whole
         with self._shared.memory.share() as share:
             task = asyncio.create_task(answer(request, share, trace, send))
             # After the body, the caller's disconnect is the only ASGI message that can still arrive.
@@ -192,7 +192,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(
-        self, request: SampleBody, share: MemoryShare, trace: dict[str, str], send: Send
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
     ) -> str:
         """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
@@ -217,7 +217,7 @@ class SampleEndpoint(Response):
         return "ok"
 
     async def _answer_stream(
-        self, request: SampleBody, share: MemoryShare, trace: dict[str, str], send: Send
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
     ) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
@@ -258,12 +258,12 @@ class SampleEndpoint(Response):
 
     @asynccontextmanager
     async def _results(
-        self, request: SampleBody, share: MemoryShare, trace: dict[str, str]
+        self, request: AnyCall, share: MemoryShare, trace: dict[str, str]
     ) -> AsyncIterator[AsyncIterator[Rollout | Score | FailedPrompt]]:
         """Yield the engine's results. The caller's time limit covers them and the last byte of the answer."""
         try:
             async with (
-                asyncio.timeout(request.timeout_s) as limit,
+                asyncio.timeout(request.body.timeout_s) as limit,
                 aclosing(self._shared.engine.samples(request, share, trace)) as results,
             ):
                 yield results
@@ -271,7 +271,7 @@ class SampleEndpoint(Response):
             if not limit.expired():  # an error of the engine's, not this limit
                 raise
             raise RequestTimeoutError(
-                f"timeout_s: {request.timeout_s} s passed before every {self._spec.result_noun} finished"
+                f"timeout_s: {request.body.timeout_s} s passed before every {self._spec.result_noun} finished"
             ) from None
 
     def _count(self, sample: Rollout | Score) -> None:

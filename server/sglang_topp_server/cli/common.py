@@ -111,7 +111,6 @@ def add_command(
     *,
     examples: Sequence[str],
     details: str = "",
-    notes: str = "",
     usage: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a subcommand, and return its parser.
@@ -123,27 +122,18 @@ def add_command(
         run: runs the subcommand, and returns its exit status.
         examples: shell commands, for the end of the subcommand's help.
         details: sentences that follow the summary in the subcommand's help.
-        notes: sentences that follow the options in the subcommand's help.
         usage: the usage line of the subcommand's help; argparse generates this line if `usage` is None.
     """
-    lines = "\n".join(f"  {example}" for example in examples)
-    description = f"{summary[0].upper()}{summary[1:]}."
-    if details:
-        description += f"\n\n{_fill(details)}"
-    if notes:
-        notes = f"{_fill(notes)}\n\n"
     parser = commands.add_parser(
         name,
         help=summary,
         usage=usage,
-        description=description,
-        epilog=f"{notes}examples:\n{lines}",
+        # `RawDescriptionHelpFormatter` keeps the lines of the examples, and wraps no text.
+        description=textwrap.fill(
+            f"{summary[0].upper()}{summary[1:]}. {details}", shutil.get_terminal_size().columns - 2
+        ),
+        epilog="\n  ".join(["examples:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     return parser
-
-
-def _fill(text: str) -> str:
-    """Wrap text to the terminal's width, because `RawDescriptionHelpFormatter` does not wrap text."""
-    return textwrap.fill(text, shutil.get_terminal_size().columns - 2)

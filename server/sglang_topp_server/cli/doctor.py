@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
-from typing import Any
 
 from sglang_topp_server.cli.common import FAILED, SIDECAR_KEY, USAGE, Commands, add_command, fail, read_key
 
@@ -21,8 +20,8 @@ def add_parsers(commands: Commands) -> None:
         "doctor",
         "check that the installed SGLang, or a running server, returns candidate sets",
         _run,
-        details="The exit status is 0 if it does, and 1 otherwise.",
-        notes=f"With --url, the key comes from the environment: {SIDECAR_KEY}.",
+        details="The exit status is 0 if it does, and 1 otherwise. With --url, the key comes from the"
+        f" environment: {SIDECAR_KEY}.",
         examples=[
             "sglang-topp doctor",
             "sglang-topp doctor --url http://127.0.0.1:30010",
@@ -53,26 +52,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_server(url: str) -> int:
-    """Print what a server reports, and whether sets come back from it.
+    """Print what a server is, if sets come back from it.
 
     Raises:
-        SglangToppError: the server does not answer, or loses a field.
+        SglangToppError: the server does not answer, is not ready, or loses a field.
     """
     from sglang_topp_client import RolloutClient
 
     with RolloutClient(url, api_key=read_key(SIDECAR_KEY)) as client:
-        info = client.server_info()
-        is_sidecar = "engine" in info
-        engine: dict[str, Any] = info["engine"] if is_sidecar else info
-        plugin: dict[str, Any] = info["patch"] if is_sidecar else info.get("sglang_topp") or {}
-        print(f"{'sidecar' if is_sidecar else 'SGLang'} at {url}")
-        version = engine.get("sglang_version" if is_sidecar else "version")
-        print(f"SGLang {version}, model {engine.get('model_path')}")
-        for problem in plugin.get("problems") or ():
-            print(f"problem: {problem}")
-        if not plugin.get("active"):
-            print("the plugin is NOT active: requests are refused")
-            return FAILED
         client.check_servers()
-    print(f"sglang-topp {plugin.get('version')} is active, and no field is lost on the way")
+        info = client.server_info()
+    engine = info.get("engine", info)
+    version = engine.get("sglang_version") or engine.get("version")
+    print(f"{url}: SGLang {version}, model {engine.get('model_path')}")
+    print("its plugin is active, and no field is lost on the way")
     return 0

@@ -39,8 +39,8 @@ def add_parsers(commands: Commands) -> None:
         "sample prompts at a server, and print the candidates of each token",
         _run,
         details="The server is a sidecar or a patched SGLang. Its defaults apply to sampling"
-        " options that are left out.",
-        notes=f"The key comes from the environment: {SIDECAR_KEY} is sent to each --url.",
+        " options that are left out. The key comes from the environment:"
+        f" {SIDECAR_KEY} is sent to each --url.",
         examples=[
             "sglang-topp generate --prompt 'Once upon a time' --top-p 0.8 --max-new-tokens 32",
             "sglang-topp generate --prompt Hi --top-logprobs-p 0.9",

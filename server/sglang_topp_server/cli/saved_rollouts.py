@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ __all__ = ["add_parsers"]
 
 _MAX_NAMES = 5
 _EVERY_S = 0.2
+_ERASE_LINE = "\r\x1b[K"
 
 
 def add_parsers(commands: Commands) -> None:
@@ -126,8 +127,8 @@ def _view(args: argparse.Namespace) -> int:
     if out.suffix == ".parquet" or out.is_dir():
         raise InvalidInputError(f"-o: got {out}, expected the name of an HTML file")
     texts = None if args.tokenizer is None else TokenTexts(args.tokenizer)
-    progress = _ProgressLine()
-    chunks = page_of_file(args.path, max_detailed=args.rollouts, tokenizer=texts, step=progress.update)
+    step = _progress_line() if sys.stderr.isatty() else None
+    chunks = page_of_file(args.path, max_detailed=args.rollouts, tokenizer=texts, step=step)
     hidden = out.with_name(f".{out.name}.tmp")
     try:
         with hidden.open("wb") as file:
@@ -136,30 +137,22 @@ def _view(args: argparse.Namespace) -> int:
         hidden.replace(out)
     finally:
         hidden.unlink(missing_ok=True)
-        progress.close()
+        if step is not None:
+            print(_ERASE_LINE, end="", file=sys.stderr)
     print(f"{out}: {num_bytes / 1e6:.2f} MB")
     return 0
 
 
-class _ProgressLine:
-    """A progress line on stderr, shown only on a terminal."""
+def _progress_line() -> Callable[[int, int], None]:
+    """Return a function that rewrites the progress line on stderr, at most every 0.2 s."""
+    start = next_at = time.monotonic()
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._next, self._has_written = self._start, False
-
-    def update(self, num_rollouts: int, num_tokens: int) -> None:
-        """Rewrite the progress line, at most every 0.2 s."""
+    def step(num_rollouts: int, num_tokens: int) -> None:
+        nonlocal next_at
         now = time.monotonic()
-        if self._is_terminal and now >= self._next:
-            self._next, self._has_written = now + _EVERY_S, True
-            seconds = f"{now - self._start:.0f} s"
-            sys.stderr.write(f"\r\x1b[Kreading: {num_rollouts:,} rollouts, {num_tokens:,} tokens, {seconds}")
-            sys.stderr.flush()
+        if now >= next_at:
+            next_at = now + _EVERY_S
+            line = f"reading: {num_rollouts:,} rollouts, {num_tokens:,} tokens, {now - start:.0f} s"
+            print(f"{_ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Erase the line."""
-        if self._has_written:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    return step

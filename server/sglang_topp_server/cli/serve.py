@@ -50,8 +50,7 @@ def add_parsers(commands: Commands) -> None:
         _serve,
         usage="sglang-topp serve --model-path MODEL [options] [-- any SGLang arguments]",
         details="It prints one line when both are ready. Both stop on SIGINT or SIGTERM, or when"
-        " either ends.",
-        notes=_KEYS_NOTE,
+        f" either ends. {_KEYS_NOTE}",
         examples=[
             "sglang-topp serve --model-path Qwen/Qwen3-0.6B",
             "sglang-topp serve --model-path /models/qwen --host 0.0.0.0 -- --tp-size 2",
@@ -74,8 +73,7 @@ def add_parsers(commands: Commands) -> None:
         "start only the sidecar, for a patched SGLang that runs",
         _sidecar,
         details="The engine may be a gateway in front of patched servers. SIGINT or SIGTERM stops the"
-        " sidecar.",
-        notes=_KEYS_NOTE,
+        f" sidecar. {_KEYS_NOTE}",
         examples=[
             "sglang-topp sidecar --engine-url http://127.0.0.1:30000",
             "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 16384",

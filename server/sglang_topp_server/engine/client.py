@@ -20,11 +20,11 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_client.requests import plan
 from sglang_topp_client.run import RunOptions
 from sglang_topp_client.runs import Runs
-from sglang_topp_client.transport.http import ServerConfig
+from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_server.engine.probe import EngineProbe, EngineStatus
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
 from sglang_topp_server.limits import LongMessageSlots, MemoryShare
-from sglang_topp_server.schemas.requests import RolloutsBody, SampleBody
+from sglang_topp_server.schemas.requests import AnyCall, RolloutsBody
 
 __all__ = ["EngineClient", "FailedPrompt"]
 
@@ -125,7 +125,7 @@ class EngineClient:
     # -- samples -----------------------------------------------------------------------------------
 
     async def samples(
-        self, request: SampleBody, share: MemoryShare, headers: Mapping[str, str]
+        self, request: AnyCall, share: MemoryShare, headers: Mapping[str, str]
     ) -> AsyncGenerator[Rollout | Score | FailedPrompt, None]:
         """Yield each sample or score as it finishes, and count its memory in `share`.
 
@@ -152,16 +152,15 @@ class EngineClient:
 
     async def _collect(
         self,
-        request: SampleBody,
+        request: AnyCall,
         share: MemoryShare,
         headers: Mapping[str, str],
         finished: asyncio.Queue[Rollout | Score | FailedPrompt | None],
     ) -> None:
-        options = replace(_OPTIONS, request_id=request.request_id or uuid.uuid4().hex, headers=headers)
-        given: Mapping[int, Rollout] = {}
-        if isinstance(request, RolloutsBody):
-            options, given = replace(options, on_abort=request.on_abort), request.given
-        for rollout in given.values():
+        options = replace(_OPTIONS, request_id=request.body.request_id or uuid.uuid4().hex, headers=headers)
+        if isinstance(request.body, RolloutsBody):
+            options = replace(options, on_abort=request.body.on_abort)
+        for rollout in request.given.values():
             share.add(rollout)
         missing = {one.prompt_index: len(one.samples) for one in request.wanted}
 
@@ -172,7 +171,7 @@ class EngineClient:
                 finished.put_nowait(FailedPrompt(prompt, error))
 
         try:
-            async with aclosing(self._runs.stream(request.wanted, options, given)) as results:
+            async with aclosing(self._runs.stream(request.wanted, options, request.given)) as results:
                 async for (prompt, _), item in results:
                     if prompt not in missing:
                         continue  # another sample of the prompt has failed
@@ -190,13 +189,15 @@ class EngineClient:
 
     def _note_failure(self, error: Exception) -> SglangToppError:
         """Probe the engine again if the error casts doubt on it, and return the error for the caller."""
+        if not isinstance(error, SglangToppError):
+            return as_sglang_topp_error(error)
         if isinstance(error, MissingCandidateSetsError):
             # The engine may have restarted without the plugin since the last probe.
             self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
             self._has_been_ready = False
         if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
             self._probe_now.set()
-        return from_engine_error(as_sglang_topp_error(error))
+        return from_engine_error(error)
 
     async def abort(self, request_id: str | None) -> int | None:
         """Abort one request, or all requests in the engine, and return how many of this sidecar's had the id.

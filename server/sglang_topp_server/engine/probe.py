@@ -27,7 +27,8 @@ from sglang_topp.errors import (
     SglangToppError,
     WireError,
 )
-from sglang_topp_client.transport.http import HttpClient, ServerConfig
+from sglang_topp_client.transport.http import HttpClient
+from sglang_topp_client.transport.server_config import ServerConfig
 
 __all__ = ["EngineProbe", "EngineStatus", "Phase"]
 

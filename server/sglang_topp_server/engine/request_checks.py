@@ -19,12 +19,12 @@ from sglang_topp.engine_contract import (
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError
 from sglang_topp_client.requests import SampleRequest
-from sglang_topp_server.schemas.requests import RolloutsBody, ScoresBody
+from sglang_topp_server.schemas.requests import RolloutsBody, SampleCall, ScoresBody
 
 __all__ = ["check_rollout_request", "check_score_request"]
 
 
-def check_rollout_request(request: RolloutsBody, model: Model, survives_grammars: bool) -> None:
+def check_rollout_request(request: SampleCall[RolloutsBody], model: Model, survives_grammars: bool) -> None:
     """Check that a parsed rollout request would not crash or block the engine.
 
     Args:
@@ -44,8 +44,8 @@ def check_rollout_request(request: RolloutsBody, model: Model, survives_grammars
         check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
         check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
     fresh = [one for one in request.wanted if one.prompt_index not in request.given]
-    _check_prompts("prompts", request.prompts, fresh, model)
-    params = request.sampling_params
+    _check_prompts("prompts", request.body.prompts, fresh, model)
+    params = request.body.sampling_params
     each = params if isinstance(params, list) else [params or {}]
     for i, given in enumerate(each):
         name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
@@ -58,7 +58,7 @@ def check_rollout_request(request: RolloutsBody, model: Model, survives_grammars
             )
 
 
-def check_score_request(request: ScoresBody, model: Model, _: bool) -> None:
+def check_score_request(request: SampleCall[ScoresBody], model: Model, _: bool) -> None:
     """Check that a parsed score request would not crash or block the engine.
 
     Raises:
@@ -67,7 +67,7 @@ def check_score_request(request: ScoresBody, model: Model, _: bool) -> None:
         BadRequestError: a text is too long (HTTP status 413). Other requests would have to wait while the
             engine tokenizes the long text.
     """
-    _check_prompts("sequences", request.sequences, request.wanted, model)
+    _check_prompts("sequences", request.body.sequences, request.wanted, model)
 
 
 def _check_prompts(name: str, given: Any, wanted: Sequence[SampleRequest], model: Model) -> None:

@@ -9,15 +9,19 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import uvicorn
 
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
+from sglang_topp.malloc_trim import return_large_blocks_at_once
+from sglang_topp_server.api.app import create_app
+from sglang_topp_server.engine.client import EngineClient
 from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE
-from sglang_topp_server.process.uvicorn_server import Server
 from sglang_topp_server.settings import Settings
 
-__all__ = ["check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
+__all__ = ["Server", "check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
 
 _POLL_S = 0.1
 _ENGINE_PORT_RANGE = range(10_000, 22_000)
@@ -35,6 +39,47 @@ _ENGINE_ENV_DEFAULTS = {
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
+
+# Seconds after which uvicorn closes an idle connection. A request fails if uvicorn closes the connection just
+# as the request arrives. Most clients and load balancers have shorter keep-alive timeouts, so they close an
+# idle connection before uvicorn does.
+_KEEP_ALIVE_S = 75
+
+
+class Server(uvicorn.Server):
+    """The sidecar's uvicorn server. On a signal, `launch.run` stops this server and the engine.
+
+    Args:
+        settings: the sidecar's settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        return_large_blocks_at_once()
+        self.engine = EngineClient(settings.engine_url, api_key=settings.engine_api_key)
+        app = create_app(self.engine, limits=settings.limits, api_key=settings.api_key, view=settings.view)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Skip uvicorn's signal handlers, because `launch.run` handles signals."""
+        yield
+
+    def stop(self) -> None:
+        """Stop the server after the requests in flight have ended, or after the grace period.
+
+        A second call stops the server at once.
+        """
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def engine_command(model_path: str, host: str, port: int, extra: Sequence[str]) -> list[str]:
@@ -95,14 +140,10 @@ def check_free(host: str, port: int) -> int:
     """
     candidates = [port] if port else random.sample(_ENGINE_PORT_RANGE, 100)
     for candidate in candidates[:-1]:
-        with suppress(InvalidInputError):
-            return _check_free(host, candidate)
-    return _check_free(host, candidates[-1])
-
-
-def _check_free(host: str, port: int) -> int:
-    with listen(host, port):
-        return port
+        with suppress(InvalidInputError), listen(host, candidate):
+            return candidate
+    with listen(host, candidates[-1]):
+        return candidates[-1]
 
 
 async def run(settings: Settings, command: Sequence[str] | None = None) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -14,6 +12,7 @@ from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.wire.records import JSON_FIELDS
+from sglang_topp_server.schemas.openapi import field_docstrings
 from sglang_topp_server.settings import Limits
 
 __all__ = [
@@ -98,22 +97,10 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-def _field_docstrings(result: type) -> dict[str, str]:
-    """Return the docstring below each field of a class."""
-    (tree,) = ast.parse(inspect.getsource(result)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, below in pairwise(tree.body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
-                found[name] = " ".join(text.split())
-    return found
-
-
 def _record_model(result: type[Rollout | Score]) -> type[BaseModel]:
     """Return the model of a result's JSON record, with the types and the descriptions that its class
     declares."""
-    docstrings = _field_docstrings(result)
+    docstrings = field_docstrings(result)
     declared: dict[str, Any] = {}
     for field, in_json in JSON_FIELDS[result]:
         description = docstrings[field.name] + (f" In JSON, {in_json.form}." if in_json.form else "")

@@ -192,6 +192,8 @@ def finished(fakes, **changes):
         ("output_top_p_logprobs_lengths", [1, 1]),
         ("output_top_p_logprobs_val_base64", "%%%"),
         ("finish_reason", "stop"),
+        ("weight_versions", [{"version": "7", "start": 0, "end": 2}]),
+        ("weight_versions", [{"version": "7", "start": 1, "end": 3}]),
     ],
 )
 def test_an_inexact_answer_is_an_error(fakes, name, value):

@@ -135,7 +135,7 @@ def no_set_at_the_second(chunk):
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        (without("input_token_logprobs"), WireError, "input_token_logprobs: got nothing"),
+        (without("input_token_logprobs"), WireError, "input_token_logprobs: missing"),
         (with_meta(input_token_logprobs=[]), WireError, "expected a first entry without a log-prob"),
         (
             with_meta(input_token_logprobs=[5]),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_topp import errors
-from sglang_topp_client.transport.framing import frame_head, frames
+from sglang_topp_client.transport.http import frame_head, frames
 
 
 async def arriving(chunks):

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client.weight_push.tensor_check import CheckpointTensors, TensorCheck
+from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors, TensorCheck
 
 SHAPES = {"model.embed.weight": [8, 4], "model.norm.weight": [4], "lm_head.weight": [8, 4]}
 ENGINES = {
@@ -15,8 +15,8 @@ ENGINES = {
 def check(shapes, *, engines=ENGINES, is_partial=False):
     check = TensorCheck(engines, is_partial=is_partial)
     for name, shape in shapes.items():
-        check.add([(name, tuple(shape))])
-    check.finish()
+        check.add([(name, tuple(shape))], is_last=False)
+    check.add([], is_last=True)
 
 
 def without(name):
@@ -64,9 +64,9 @@ def test_each_engine_is_compared():
 
 def test_a_name_that_comes_twice_is_an_error():
     check = TensorCheck(ENGINES, is_partial=False)
-    check.add([("lm_head.weight", [8, 4])])
+    check.add([("lm_head.weight", [8, 4])], is_last=False)
     with pytest.raises(InvalidInputError, match=r"'lm_head.weight' twice"):
-        check.add([("lm_head.weight", [8, 4])])
+        check.add([("lm_head.weight", [8, 4])], is_last=False)
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"tensors": []}, {"tensors": {}, "optional": None}])

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.weight_push.tensors_to_push import buckets, check_model_or_tensors, named_tensors
+from sglang_topp_client.weight_push.tensors_to_push import buckets, check_weights, named_tensors
 
 SIZES = {
     "vocab_size": 32,
@@ -84,7 +84,7 @@ class Adapted(Quantized):
 )
 def test_models_whose_weights_are_not_their_own_are_refused(weights, message):
     with pytest.raises(InvalidInputError, match=message):
-        check_model_or_tensors(weights)
+        check_weights(weights, is_folder=False)
 
 
 def test_a_sharded_tensor_is_refused():

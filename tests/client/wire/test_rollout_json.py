@@ -12,8 +12,7 @@ from sglang_topp import CandidateSets, errors, formats
 from sglang_topp_client import Rollout
 from sglang_topp_client.wire.error_json import error_from_json, error_to_json
 from sglang_topp_client.wire.records import (
-    check_kept_mass,
-    check_sets,
+    check_result,
     from_frame,
     from_record,
     to_frame,
@@ -172,11 +171,11 @@ def test_sets_without_logprobs_are_errors(rollout):
 
 
 def test_every_position_needs_a_set(rollout):
-    sets = CandidateSets([], [], [0, 0], [3])
+    ids = rollout.output_ids
     with pytest.raises(errors.MissingCandidateSetsError, match="position 0"):
-        check_sets(sets, np.array([3], np.int32), np.zeros(1, np.float32), field="candidates")
-    with pytest.raises(errors.WireError, match="1 positions for 2"):
-        check_sets(sets, np.array([3, 4], np.int32), np.zeros(2, np.float32), field="candidates")
+        check_result(replace(rollout, candidates=CandidateSets([], [], [0, 0, 0, 0], ids)))
+    with pytest.raises(errors.WireError, match="1 positions for 3"):
+        check_result(replace(rollout, candidates=CandidateSets([], [], [0, 0], ids[:1])))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,10 @@ def test_a_type_that_is_not_an_error_class_is_a_server_error(name):
 
 def test_sets_of_another_threshold_are_refused(rollout):
     kept = float(np.exp(rollout.candidates.logprob_sum).min())
-    check_kept_mass(rollout.candidates, kept - 1e-6, field="candidates")
+    check_result(rollout, p=kept - 1e-6)
     for p in (kept + 0.02, 0.99):
         with pytest.raises(errors.WireError, match=r"^candidates: add up to a mass of 0\.\d+ at position"):
-            check_kept_mass(rollout.candidates, p, field="candidates")
+            check_result(rollout, p=p)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_a_cut_or_altered_frame_is_an_error(fakes):
 
 
 def test_a_rollout_frame_is_not_a_score(fakes):
-    with pytest.raises(WireError, match="sequence_index: got nothing"):
+    with pytest.raises(WireError, match="sequence_index: missing"):
         decoded(to_frame(fakes.sample([5], 0)))
 
 

@@ -48,7 +48,7 @@ def test_spans_of_no_token_and_absent_spans(fakes):
         ("7", "weight_versions: got '7', expected array"),
         ([], "weight_versions: got () for 3 output_ids"),
         ([None], "weight_versions[0]: got None, expected object"),
-        ([{"start": 0, "end": 3}], "weight_versions[0].version: got nothing"),
+        ([{"start": 0, "end": 3}], "weight_versions[0].version: missing"),
         ([{"version": 7, "start": 0, "end": 3}], "weight_versions[0].version: got 7, expected str"),
         ([{"version": "7", "start": 0, "end": 2}], "weight_versions: got (('7', 2),) for 3 output_ids"),
         ([{"version": "7", "start": 0, "end": 4}], "weight_versions: got (('7', 4),) for 3 output_ids"),

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
+from sglang_topp_patches.http.process_state import HttpProcess
+from sglang_topp_patches.http.request_fields import parse
 from tests.patches.make_http_process import http_process
 
 VOCAB = 512
@@ -41,9 +44,10 @@ def test_disaggregated_servers_hand_over_fewer_top_logprobs(role: str) -> None:
         limits.check_request({"text": "a", "top_logprobs_num": 129}.get)
 
 
-def test_where_nothing_is_known_nothing_is_served() -> None:
+def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", ""))
     with pytest.raises(InvalidInputError, match="not known"):
-        http_process().check_request({"text": "a"}.get)
+        parse(http_process(), {"text": "a", "top_logprobs_p": 0.9, "return_logprob": True}.get)
 
 
 @pytest.mark.parametrize(

@@ -2,130 +2,118 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
 
-from sglang_topp_patches.http import openai, route_policy
-from sglang_topp_patches.set_buffer import SETS
+from sglang_topp_patches.http.openai import adding_sets
+from sglang_topp_patches.http.process_state import Call
 
-STOP = {"type": "stop"}
-FIRST = 'data: {"id": "a", "created": 7, "object": "text_completion", "choices": [{"index": 0}]}\n\n'
-DONE = "data: [DONE]\n\n"
-
-
-@pytest.fixture
-def call() -> Iterator[route_policy.Call]:
-    call = route_policy.Call(fields={"top_logprobs_p": 0.9})
-    token = route_policy.current_call.set(call)
-    yield call
-    route_policy.current_call.reset(token)
-    call.close()
+FIRST = b'data: {"id": "a", "created": 7, "object": "text_completion", "choices": [{"index": 0}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+ANSWER = {"choices": [], "sglext": {"routed_experts": "kept"}}
 
 
-def request(n: int) -> Any:
-    return SimpleNamespace(is_single=n == 1, batch_size=1, parallel_sample_num=n, return_logprob=False)
+def sample(record: Any = None, *, is_written: bool = True, cause: str = "", status: int = 0) -> Any:
+    return SimpleNamespace(
+        record=record, is_written=is_written, cause=cause, status=status, has_failed=bool(status)
+    )
 
 
-def sample(sets: Any = None, index: int = 0, **meta_info: Any) -> dict[str, Any]:
-    found = {} if sets is None else {SETS: sets}
-    return {"index": index, "meta_info": {"finish_reason": STOP, **found, **meta_info}}
+def unwritten(**attributes: Any) -> Any:
+    return sample(is_written=False, **attributes)
 
 
-class Answer:
-    """Behave like pydantic's models."""
+async def sent(samples: list[Any], num_choices: int, kind: str, status: int, *parts: bytes) -> list[Any]:
+    """Return the messages that are sent for an answer of SGLang."""
+    call, messages = Call("/v1/completions", is_openai=True), []
+    call.samples, call.num_choices = samples, num_choices
 
-    def model_dump(self, **kwargs: Any) -> dict[str, Any]:
-        return {"choices": [], "sglext": {"routed_experts": "kept"}}
+    async def send(message: Any) -> None:
+        messages.append(message)
 
-
-async def engine(outputs: list[Any], obj: Any) -> None:
-    """Record the calls of SGLang's `generate_request`."""
-
-    async def answers(self: Any, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
-        for output in copy.deepcopy(outputs):
-            if isinstance(output, Exception):
-                raise output
-            yield output
-
-    async for _ in openai.collect_sets(answers, None, obj):
-        pass
-
-
-async def answer(outputs: list[Any], obj: Any) -> Any:
-    async def original(self: Any, adapted: Any, request: Any, raw_request: Any) -> Any:
-        await engine(outputs, adapted)
-        return Answer()
-
-    return await openai.add_to_answer(original, None, obj, None, None)
+    add = adding_sets(send, call)
+    headers = [(b"content-type", kind.encode()), (b"x-mine", b"kept")]
+    await add({"type": "http.response.start", "status": status, "headers": headers})
+    for i, part in enumerate(parts):
+        is_last = kind == "application/json" and i == len(parts) - 1
+        await add({"type": "http.response.body", "body": part, "more_body": not is_last})
+    if kind != "application/json":
+        await add({"type": "http.response.body", "body": b"", "more_body": False})
+    assert not messages[-1].get("more_body", False)
+    return messages
 
 
-async def events(outputs: list[Any], sent: list[str], obj: Any) -> list[str]:
-    async def original(self: Any, adapted: Any, request: Any, raw_request: Any) -> AsyncGenerator[str, None]:
-        await engine(outputs, adapted)
-        for event in sent:
-            yield event
+async def answer(samples: list[Any], num_choices: int, content: Any = ANSWER, status: int = 200) -> Any:
+    """Return the status and the content of an answer in two parts."""
+    text = json.dumps(content).encode()
+    start, *body = await sent(samples, num_choices, "application/json", status, text[:5], text[5:])
+    whole = b"".join(message["body"] for message in body)
+    lengths = [int(value) for name, value in start["headers"] if name == b"content-length"]
+    assert status >= 400 or lengths == [len(whole)]
+    return start["status"], json.loads(whole)
 
-    return [event async for event in openai.add_to_stream(original, None, obj, None, None)]
+
+async def events(samples: list[Any], num_choices: int, *given: bytes) -> list[bytes]:
+    kind = "text/event-stream; charset=utf-8"
+    _, *body = await sent(samples, num_choices, kind, 200, *given)
+    return [message["body"] for message in body if message["body"]]
 
 
-async def test_the_sets_reach_the_answer(call: route_policy.Call) -> None:
-    obj = request(2)
-    body = json.loads((await answer([[sample({"a": 1}), sample({"b": 2}, 1)]], obj)).body)
-    assert body["sglext"] == {
-        "routed_experts": "kept",
-        "candidate_sets": [{"index": 0, "a": 1}, {"index": 1, "b": 2}],
-    }
-    assert obj.return_logprob is True
-    assert call.fields == {"top_logprobs_p": 0.9}  # which SGLang's request takes when it's normalized
+async def test_the_sets_reach_the_answer() -> None:
+    warm_up = sample({"c": 3})
+    status, content = await answer([warm_up, sample({"a": 1}), sample({"b": 2})], 2)
+    assert (status, content["sglext"]) == (
+        200,
+        {"routed_experts": "kept", "candidate_sets": [{"index": 0, "a": 1}, {"index": 1, "b": 2}]},
+    )
 
 
 INCOMPLETE = pytest.mark.parametrize(
     ("samples", "words"),
     [
         ([sample({})], "1 of 2 choices"),
-        ([sample({}), sample(None, 1)], "1 of 2 choices have candidate sets: the engine sent none"),
-        ([sample({}), sample({}, 1, finish_reason=None)], "1 of 2 choices"),
-        ([sample({}), sample(None, 1, finish_reason={"message": "because"})], "because"),
+        (
+            [sample({}), unwritten(cause="the engine sent none")],
+            "1 of 2 choices have candidate sets: the engine",
+        ),
+        ([sample({}), unwritten()], "1 of 2 choices"),
+        ([sample({}), unwritten(cause="because")], "because"),
         ([], "0 of 2 choices"),
     ],
 )
 
 
-@pytest.mark.usefixtures("call")
 @INCOMPLETE
 async def test_where_one_choice_has_none_there_is_no_answer(samples: list[Any], words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        await answer([samples], request(2))
+    status, content = await answer(samples, 2)
+    assert (status, content["object"], content["code"]) == (500, "error", 500)
+    assert words in content["message"]
 
 
-@pytest.mark.usefixtures("call")
 @INCOMPLETE
 async def test_where_one_choice_has_none_a_stream_ends_with_an_error(samples: list[Any], words: str) -> None:
-    first, last, done = await events(samples, [FIRST, DONE], request(2))
+    first, last, done = await events(samples, 2, FIRST, DONE)
     assert (first, done) == (FIRST, DONE)
-    error = json.loads(last.removeprefix("data: "))["error"]
+    error = json.loads(last.removeprefix(b"data: "))["error"]
     assert error["code"] == 500
     assert words in error["message"]
 
 
-@pytest.mark.usefixtures("call")
+async def test_an_error_of_sglang_stays_what_it_is() -> None:
+    assert await answer([], 0, {"message": "wrong"}, status=400) == (400, {"message": "wrong"})
+
+
 async def test_a_choice_that_none_were_asked_for_has_none() -> None:
-    unasked = {"meta_info": {"finish_reason": STOP, SETS: None}}
-    last, _ = await events([unasked], [DONE], request(1))
-    assert json.loads(last.removeprefix("data: "))["sglext"] == {"candidate_sets": [None]}
+    last, _ = await events([sample()], 1, DONE)
+    assert json.loads(last.removeprefix(b"data: "))["sglext"] == {"candidate_sets": [None]}
 
 
-@pytest.mark.usefixtures("call")
 async def test_the_last_event_is_like_the_first() -> None:
-    _, last, done = await events([sample({"a": 1})], [FIRST, DONE], request(1))
-    content = json.loads(last.removeprefix("data: "))
-    assert content == {
+    _, last, done = await events([sample({"a": 1})], 1, FIRST, DONE)
+    assert json.loads(last.removeprefix(b"data: ")) == {
         "id": "a",
         "created": 7,
         "object": "text_completion",
@@ -136,53 +124,15 @@ async def test_the_last_event_is_like_the_first() -> None:
     assert done == DONE
 
 
-@pytest.mark.usefixtures("call")
-async def test_a_stream_that_ends_with_an_error_gets_no_second_one() -> None:
-    error = 'data: {"error": {"message": "over budget", "code": 413}}\n\n'
-    assert await events([sample(finish_reason={"type": "abort"})], [FIRST, error, DONE], request(1)) == [
-        FIRST,
-        error,
-        DONE,
-    ]
-
-
-@pytest.mark.usefixtures("call")
-async def test_a_stream_without_its_usual_end_has_the_sets_all_the_same() -> None:
-    *_, last = await events([sample({"a": 1})], [FIRST], request(1))
-    assert "candidate_sets" in last
-
-
-class Ended(ValueError):
-    status_code = 429
-
-
-@pytest.mark.usefixtures("call")
-async def test_an_error_keeps_its_status() -> None:
-    with pytest.raises(HTTPException) as error:
-        await answer([Ended("too much in flight")], request(1))
-    assert (error.value.status_code, error.value.detail) == (429, "too much in flight")
-    with pytest.raises(ValueError, match="wrong"):
-        await answer([ValueError("wrong")], request(1))
-
-
-@pytest.mark.usefixtures("call")
-async def test_an_error_in_a_stream_keeps_its_status() -> None:
-    async def original(self: Any, adapted: Any, request: Any, raw: Any) -> AsyncGenerator[str, None]:
-        yield FIRST
-        with pytest.raises(Ended):
-            await engine([{"index": 0, "meta_info": {"finish_reason": None}}, Ended("too much")], adapted)
-        yield 'data: {"error": {"message": "too much", "code": 400}}\n\n'
-        yield DONE
-
-    stream = openai.add_to_stream(original, None, request(1), None, None)
-    first, error, done = [event async for event in stream]
+async def test_a_stream_that_ends_with_an_error_gets_no_second_one_and_keeps_the_status() -> None:
+    error = {"error": {"message": "over budget", "code": 400}}
+    event = b"data: " + json.dumps(error).encode() + b"\n\n"
+    first, last, done = await events([unwritten(status=413)], 1, FIRST, event, DONE)
     assert (first, done) == (FIRST, DONE)
-    assert json.loads(error.removeprefix("data: ")) == {"error": {"message": "too much", "code": 429}}
+    assert json.loads(last.removeprefix(b"data: ")) == {"error": {"message": "over budget", "code": 413}}
+    assert await events([unwritten()], 1, FIRST, event, DONE) == [FIRST, event, DONE]
 
 
-async def test_who_does_not_ask_is_left_alone() -> None:
-    obj = request(1)
-    assert isinstance(await answer([[sample()]], obj), Answer)
-    obj = request(1)
-    assert await events([sample()], [FIRST, DONE], obj) == [FIRST, DONE]
-    assert vars(obj) == vars(request(1))
+async def test_a_stream_without_its_usual_end_has_the_sets_all_the_same() -> None:
+    *_, last = await events([sample({"a": 1})], 1, FIRST)
+    assert b"candidate_sets" in last

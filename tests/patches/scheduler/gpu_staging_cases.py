@@ -23,10 +23,9 @@ from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import prompts, requests, sets, step, verification
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
-from sglang_topp_patches.scheduler.prefix_cache import Weights
-from sglang_topp_patches.scheduler.requests import SchedulerProcess
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights
 from sglang_topp_patches.scheduler.sets import ExtractedSets, extract, extract_support, staging_counts
-from sglang_topp_patches.scheduler.step import ForwardPass, PassSets, RequestedRows, TopLogprobsNums
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows, TopLogprobsNums
 from sglang_topp_patches.set_buffer import KEY
 from tests.fake_gpu import forbid_waits, gpu
 from tests.nucleus import reference
@@ -86,12 +85,9 @@ def test_sets_are_those_of_the_cpu() -> None:
         # Do what SGLang does before it consumes the pass.
         there.clamp_(min=torch.finfo(torch.float32).min)
         drawn.zero_()
-        got = found.on_host()
-    assert list(got.problems) == [2]
-    assert "holds NaN" in got.problems[2]
-    packed = got.packed_sets()
+        packed = found.on_host()
     assert packed[1] == (b"", b"")
-    assert packed[2] == got.problems[2]
+    assert "holds NaN" in packed[2]
     for row in (0, 3, 4):
         assert packed[row : row + 1] == by_the_cpu(logprobs[row], thresholds[row], int(sampled[row]))
 
@@ -107,7 +103,7 @@ def test_a_sampled_token_of_probability_0_has_the_log_prob_of_0(dtype: torch.dty
         found = extract(there, [0.9, 0.9], sampled.to("cuda")).map(on_host)
         # SGLang does this before it consumes the pass. Every row asks, so the pass kept this tensor.
         there.clamp_(min=torch.finfo(dtype).min)
-        packed = found.on_host().packed_sets()
+        packed = found.on_host()
     for row in (0, 1):
         assert packed[row : row + 1] == by_the_cpu(logprobs[row], 0.9, int(sampled[row]))
 
@@ -120,7 +116,7 @@ def test_settled_sets_are_whole_and_on_the_device() -> None:
         settled = extract(logprobs.to("cuda"), [0.9, 0.5, 1.0], sampled.to("cuda")).settled()
         assert isinstance(settled, ExtractedSets)
         assert settled.token_ids.device.type == "cuda"
-        packed = settled.map(lambda tensor: tensor.cpu()).packed_sets()
+        packed = settled.map(lambda tensor: tensor.cpu()).on_host()
     for row, p in enumerate([0.9, 0.5, 1.0]):
         assert packed[row : row + 1] == by_the_cpu(logprobs[row], p, int(sampled[row]))
 
@@ -143,8 +139,7 @@ def test_only_the_rows_that_ask_are_kept(rule: str) -> None:
         assert whole() is None
         copied = found.map(on_host)
         del found
-        got = copied.on_host()
-    packed = got.packed_sets()
+        packed = copied.on_host()
     if rule == "threshold":
         assert packed[0] == packed[2] == packed[4] == (b"", b"")
         packed = [packed[1], packed[3]]
@@ -187,17 +182,10 @@ def test_a_decode_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             with monkeypatch.context() as patch:
                 patch.setattr(step, "_sampled_pass", SimpleNamespace(get=lambda: forward_pass))
                 step.sample_from_probs(lambda *_: (drawn, captured), None, weights_there, info)
-                # SGLang reads only its own tensors there.
-                step.compute_logprobs(
-                    lambda self, logprobs, *_: logprobs.clamp_(min=torch.finfo(torch.float32).min),
-                    None,
-                    there,
-                    [0] * 4,
-                    [None] * 4,
-                    drawn,
-                )
+                step.compute_logprobs(None, there, [0] * 4, [None] * 4, drawn)
+            there.clamp_(min=torch.finfo(torch.float32).min)  # as SGLang does
             assert forward_pass.generated is not None
-            output = PassSets((forward_pass.generated,)).copy_to_host(on_host)
+            output = forward_pass.generated.copy_to_host(on_host)
         # The next step of a CUDA graph overwrites the weights.
         weights_there.zero_()
         reqs = [request(rid) for rid in "abcd"]

@@ -1,4 +1,4 @@
-"""Runs the staging cases on a GPU, or in Triton's interpreter without one."""
+"""Runs the staging cases on a GPU, or in Triton's interpreter without one, and compiles the kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import torch
 
 from tests.triton_subprocess import run_in_subprocess
 
+HERE = Path(__file__).parent
+
 
 def test_staging():
-    run_in_subprocess(Path(__file__).parent / "gpu_staging_cases.py", interpret=not torch.cuda.is_available())
+    run_in_subprocess(HERE / "gpu_staging_cases.py", interpret=not torch.cuda.is_available())
+
+
+def test_variants_of_the_kernels():
+    run_in_subprocess(HERE / "kernel_variants.py", interpret=False)

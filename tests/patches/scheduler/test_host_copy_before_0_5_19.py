@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.internals import Outputs, Sglang0514, Sglang0518, take
+from sglang_topp_patches.releases import Outputs, Sglang0514, Sglang0518, take
 from sglang_topp_patches.scheduler import host_copy_before_0_5_19
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.set_buffer import KEY, SetBuffer

@@ -13,10 +13,10 @@ import torch
 
 from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.scheduler.pipeline import add_to_stage_output, take_from_stage_output
-from sglang_topp_patches.scheduler.prefix_cache import Weights
 from sglang_topp_patches.scheduler.prompts import PromptSets
-from sglang_topp_patches.scheduler.sets import extract
-from sglang_topp_patches.scheduler.step import ForwardPass, PassSets, RequestedRows
+from sglang_topp_patches.scheduler.requests import Weights
+from sglang_topp_patches.scheduler.sets import PassSets, extract
+from sglang_topp_patches.scheduler.step import ForwardPass, RequestedRows
 
 if reason := refused(Feature.PIPELINE):
     pytest.skip(f"refused on this SGLang: {reason}", allow_module_level=True)
@@ -30,21 +30,21 @@ VOCAB = 32
 
 
 @pytest.fixture
-def sets() -> PassSets:
+def sets() -> list[PassSets]:
     """Return the sets of a prompt's five rows in two chunks and of three tokens, with two errors."""
     logprobs = torch.log_softmax(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)) * 3, -1)
     logprobs[6, 4] = torch.nan
     ids = torch.arange(8)
-    chunks = tuple(
+    chunks = [
         extract(logprobs[rows], [0.9] * len(ids[rows]), ids[rows]) for rows in (slice(0, 2), slice(2, 5))
-    )
+    ]
     rows = RequestedRows(("a", "b", "c"), (0.9, 0.9, 0.0), drawn=(2,))
     prompt = PromptSets(rows, (3, 2, 0), chunks, Weights(0, "7"), {1: ("why", 413)})
     generated = ForwardPass(rows, weights=torch.ones(1, VOCAB)).extract(logprobs[5:], ids[5:], "default")
     assert generated.sets is not None
     assert generated.drawn is not None
-    assert list(generated.sets.on_host().problems) == [1]
-    return PassSets((prompt, generated))
+    assert [type(each) for each in generated.sets.on_host()] == [tuple, str, tuple]
+    return [prompt, generated]
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,21 @@ def same(one: Any, other: Any) -> bool:
         return type(one) is type(other) and all(
             same(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__
         )
-    if isinstance(one, tuple):
+    if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: PassSets, num_ranks: int) -> None:
-    tensors = send(monkeypatch, sets, num_ranks)
+def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: list[PassSets], num_ranks: int) -> None:
+    tensors = send(monkeypatch, internals().append(*sets), num_ranks)
     # SGLang splits tensors among tensor-parallel ranks, but only one of them has sets.
     ours = [value for key, value in tensors.items() if key.startswith("sglang_topp.")]
     assert len(ours) == 13
     assert all(num_ranks == 1 or len(tensor) % num_ranks for tensor in ours)
     arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, None)
-    assert same(arrived, sets)
-    assert not same(arrived, PassSets(sets.parts[:1]))
+    assert same(list(arrived.outputs), sets)
+    assert not same(list(arrived.outputs), sets[::-1])
     # The next stage receives the same data as without the plugin.
     assert list(tensors) == ["next_token_ids"]
 
@@ -113,11 +113,14 @@ def test_no_sets_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, None) is None
 
 
-def test_another_plugins_output_goes_its_own_way(monkeypatch: pytest.MonkeyPatch, sets: PassSets) -> None:
+def test_another_plugins_output_goes_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, sets: list[PassSets]
+) -> None:
     theirs = OtherPlugin(torch.arange(4))
-    for output in (internals().append(theirs, sets), internals().append(sets, theirs)):
+    ours = internals().append(*sets)
+    for output in (internals().append(theirs, ours), internals().append(ours, theirs)):
         tensors = send(monkeypatch, output, 2)
         arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, theirs)
         assert same(arrived.outputs[0], theirs)
-        assert same(arrived.outputs[1], sets)
+        assert same(list(arrived.outputs[1:]), sets)
         assert list(tensors) == ["next_token_ids"]

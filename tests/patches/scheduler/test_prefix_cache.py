@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import prefix_cache
-from sglang_topp_patches.scheduler.prefix_cache import PrefixCache, weights_of
+from sglang_topp_patches.scheduler import requests
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, weights_of
 
 TREE_CACHE = object()
 
@@ -23,25 +23,25 @@ class Req:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> PrefixCache:
-    monkeypatch.setattr(prefix_cache, "internals", lambda: SimpleNamespace(weight_version=lambda: "7"))
-    return PrefixCache()
+def cache(monkeypatch: pytest.MonkeyPatch) -> SchedulerProcess:
+    monkeypatch.setattr(requests, "internals", lambda: SimpleNamespace(weight_version=lambda: "7"))
+    return SchedulerProcess()
 
 
-def admitted(cache: PrefixCache, **fields: Any) -> Req:
+def admitted(cache: SchedulerProcess, **fields: Any) -> Req:
     req = Req(**fields)
     cache.choose_namespace(req, TREE_CACHE)
     return req
 
 
-def test_without_a_push_all_requests_share_the_cache(cache: PrefixCache) -> None:
+def test_without_a_push_all_requests_share_the_cache(cache: SchedulerProcess) -> None:
     assert admitted(cache).extra_key is None
     assert admitted(cache, extra_key="mine").extra_key == "mine"
     cache.note_flush(True, None)
     assert admitted(cache).extra_key is None
 
 
-def test_each_push_that_flushes_nothing_begins_a_namespace(cache: PrefixCache) -> None:
+def test_each_push_that_flushes_nothing_begins_a_namespace(cache: SchedulerProcess) -> None:
     cache.note_push(None)
     first, second = admitted(cache), admitted(cache)
     assert first.extra_key == second.extra_key is not None
@@ -49,23 +49,23 @@ def test_each_push_that_flushes_nothing_begins_a_namespace(cache: PrefixCache) -
     assert admitted(cache).extra_key not in (None, first.extra_key)
 
 
-def test_no_caller_can_guess_a_namespace(cache: PrefixCache) -> None:
+def test_no_caller_can_guess_a_namespace(cache: SchedulerProcess) -> None:
     """An ordinary request in a later namespace would leave KV of the old weights there."""
     keys = set()
-    for each in (cache, PrefixCache()):
+    for each in (cache, SchedulerProcess()):
         each.note_push(None)
         keys.add(admitted(each).extra_key)
     assert len(keys) == 2
 
 
-def test_a_callers_own_key_stays(cache: PrefixCache) -> None:
+def test_a_callers_own_key_stays(cache: SchedulerProcess) -> None:
     cache.note_push(None)
     assert len({admitted(cache, extra_key=key).extra_key for key in ("mine", "other", None)}) == 3
 
 
-def test_a_request_that_waits_gets_that_of_its_prefill(cache: PrefixCache) -> None:
+def test_a_request_that_waits_gets_that_of_its_prefill(cache: SchedulerProcess) -> None:
     waits = admitted(cache, extra_key="mine")
-    assert weights_of(waits) == prefix_cache.Weights(0, "7")
+    assert weights_of(waits) == requests.Weights(0, "7")
     for _ in range(2):
         cache.note_push(None)
         cache.choose_namespace(waits, TREE_CACHE)
@@ -76,7 +76,7 @@ def test_a_request_that_waits_gets_that_of_its_prefill(cache: PrefixCache) -> No
     assert waits.extra_key == "mine"
 
 
-def test_the_next_chunk_keeps_it(cache: PrefixCache) -> None:
+def test_the_next_chunk_keeps_it(cache: SchedulerProcess) -> None:
     req = admitted(cache)
     began = weights_of(req)
     cache.note_push(None)
@@ -85,7 +85,7 @@ def test_the_next_chunk_keeps_it(cache: PrefixCache) -> None:
     assert began != cache.current_weights()
 
 
-def test_a_flush_that_is_refused_changes_nothing(cache: PrefixCache) -> None:
+def test_a_flush_that_is_refused_changes_nothing(cache: SchedulerProcess) -> None:
     cache.note_push(None)
     kept = admitted(cache).extra_key
     cache.note_flush(False, None)
@@ -93,7 +93,7 @@ def test_a_flush_that_is_refused_changes_nothing(cache: PrefixCache) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"p": 0}, {"start": -1}, {"start": 3}])
-def test_other_requests_are_left_alone(cache: PrefixCache, fields: dict[str, Any]) -> None:
+def test_other_requests_are_left_alone(cache: SchedulerProcess, fields: dict[str, Any]) -> None:
     cache.note_push(None)
     req = admitted(cache, **fields)
     assert req.extra_key is None

@@ -24,8 +24,7 @@ from sglang_topp_patches.scheduler.requests import (
     is_refused,
     refuse,
 )
-from sglang_topp_patches.scheduler.step import trim_after_sending
-from sglang_topp_patches.set_buffer import PackedSet, Problem
+from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer
 
 PER_SAMPLE = "SGLANG_TOPP_MAX_CANDIDATES_PER_SAMPLE"
 
@@ -133,17 +132,14 @@ def test_what_is_aborted_while_it_waits_is_not_counted(
     assert process.candidates_in_flight == left
 
 
-def test_memory_goes_back_to_the_system_after_large_sets(
-    process: SchedulerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_goes_back_to_the_system_after_large_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(memory.trimmer, "trim_soon", lambda: trims.append(buffer_of(req).num_candidates))
+    monkeypatch.setattr(memory.trimmer, "trim_soon", lambda: trims.append(size))
     for size in (1 << 20, 1 << 21):
-        admit(req := Request(), process)
-        req.hold([size])
-        buffer_of(req)[0:1]
-        for req.finished_output in (False, True):
-            trim_after_sending(None, None, [req], True)
+        buffer = SetBuffer()
+        for count in (size - 1, 1):
+            buffer.append(packed(count), "7")
+            buffer[buffer.first : buffer.end]
     assert trims == [1 << 21]
 
 

@@ -240,7 +240,7 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
     page = sidecar.http.get("/openapi.json").json()
     operation = page["paths"]["/scores"]["post"]
     body = operation["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == set(ScoresBody.model_fields)
+    assert set(body["properties"]) == set(ScoresBody.__struct_fields__)
     assert body["required"] == ["sequences"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", NDJSON, MEDIA_TYPES[Score]}
     (made,) = sidecar.scores([[5, 6]]).json()["scores"]

@@ -229,6 +229,26 @@ def test_doctor_prints_the_report(monkeypatch, capsys, holds, status):
     assert capsys.readouterr().out == "seam one\nseam two\n"
 
 
+def test_doctor_checks_a_sidecar(sidecar, capsys):
+    assert main.main(["doctor", "--url", sidecar.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{sidecar.url}: SGLang 0.5.23, model fake-model",
+        "its plugin is active, and no field is lost on the way",
+    ]
+
+
+def test_doctor_names_what_a_sidecar_lacks(engine, start, capsys):
+    engine.patch = {"active": False, "problems": ["Sampler.forward is gone"]}
+    sidecar = start(engine.url, wait=False)
+    assert main.main(["doctor", "--url", sidecar.url]) == 1
+    assert "Sampler.forward is gone" in capsys.readouterr().err
+
+
+def test_doctor_names_a_server_that_is_not_there(capsys):
+    assert main.main(["doctor", "--url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().err
+
+
 def test_an_engine_at_no_address_is_refused_at_the_start(capsys):
     assert main.main(["sidecar", "--engine-url", "http://x:99999", "--port", "0"]) == 1
     assert "base_url: got 'http://x:99999': Port out of range" in capsys.readouterr().err

@@ -198,18 +198,20 @@ def test_another_server_at_the_engines_address_is_not_ready(start):
     assert "/server_info: HTTP 404" in answer.json()["error"]["message"]
 
 
-def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, stream):
-    def broken(rollout):
+@pytest.mark.parametrize("where", ["server.api.encodings.to_record", "client.run.Run._take"])
+def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, caplog, stream, where):
+    def broken(*_):
         raise KeyError("a fault of our own")
 
-    monkeypatch.setattr("sglang_topp_server.api.encodings.to_record", broken)
+    monkeypatch.setattr(f"sglang_topp_{where}", broken)
     answer = sidecar.rollouts("a", stream=stream)
 
-    # In a stream, the status has already been sent, so the last line reports the error.
+    # If a stream has begun, its status has already been sent, and the last line reports the error.
     error = json.loads(answer.text.splitlines()[-1])["error"]
-    assert answer.status_code == (200 if stream else 500)
-    assert error["status"] == 500
-    assert "KeyError: 'a fault of our own'" in error["message"]
+    assert answer.status_code == (200 if stream and "encodings" in where else 500)
+    assert (error["type"], error["status"]) == ("ServerError", 500)
+    assert error["message"] == "the sidecar failed: KeyError: 'a fault of our own'"
+    assert 'raise KeyError("a fault of our own")' in caplog.text
 
 
 def test_an_invalid_address_is_refused_at_the_start():

@@ -37,8 +37,8 @@ def test_a_record_is_continued():
     assert [one.prompt for one in request.wanted] == [[5, 6], [5, 6]]
     assert [one.prompt_index for one in request.wanted] == [0, 1]
     assert [one.output_ids.tolist() for one in request.given.values()] == [[10, 11], [10, 11, 7]]
-    assert request.on_abort == "return"
-    assert request.rollouts is None
+    assert request.body.on_abort == "return"
+    assert request.body.rollouts is None
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_missing_field_of_a_record_is_named(name):
 @pytest.mark.parametrize(
     ("rollouts", "fields", "words"),
     [
-        ([3], {}, "rollouts[0].record: got 3"),
-        ([None], {}, "rollouts[0].record: got None"),
+        ([3], {}, "rollouts[0]: got 3"),
+        ([None], {}, "rollouts[0]: got None"),
         ([], {}, "rollouts: got none"),
-        (["a"], {}, "rollouts[0].record: got 'a'"),
+        (["a"], {}, "rollouts[0]: got 'a'"),
         ([to_record(rollout())], {"prompts": "a"}, "rollouts: got rollouts and prompts"),
         (
             [to_record(rollout())],
@@ -155,7 +155,7 @@ def test_what_cannot_be_resumed_is_refused_before_it_begins(params, words):
 
 def test_records_are_counted_before_they_are_decoded():
     with pytest.raises(SglangToppError, match="got 9 samples, expected at most 8") as raised:
-        parse(*["no record"] * 9, limits=Limits(max_samples=8))
+        parse(*[{"no": "record"}] * 9, limits=Limits(max_samples=8))
     assert http_status(raised.value) == 413
 
 
@@ -168,7 +168,7 @@ def test_records_are_counted_before_they_are_decoded():
         ([1, 2], True, "resumed_tokens: got True"),
         ([1, 2], "1", "resumed_tokens: got '1'"),
         ([[1, 2], [3]], [1], "resumed_tokens: got 1 values for 2 prompts"),
-        ([[1, 2], [3]], [1, 2.0], "resumed_tokens: got 2.0"),
+        ([[1, 2], [3]], [1, 2.0], "resumed_tokens[1]: got 2.0"),
         ([[1, 2], [3]], {"a": 1}, "resumed_tokens: got {'a': 1}"),
     ],
 )

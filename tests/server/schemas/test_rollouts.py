@@ -74,9 +74,12 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
         ({"prompts": "a", "top_logprobs_p": -0.1}, ["top_logprobs_p", "-0.1"]),
         ({"prompts": "a", "top_logprobs_p": "0.9"}, ["top_logprobs_p"]),
         ({"prompts": "a", "top_logprobs_p": True}, ["top_logprobs_p", "bool"]),
-        ({"prompts": "a", "top_logprobs_p": float("nan")}, ["top_logprobs_p", "nan"]),
+        (
+            {"prompts": "a", "top_logprobs_p": float("nan")},
+            ["the body: got", "top_logprobs_p", "JSON is malformed"],
+        ),
         ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
-        ({"prompts": "a", "stream": "yes"}, ["stream", "got 'yes'", "boolean"]),
+        ({"prompts": "a", "stream": "yes"}, ["stream: got 'yes', expected bool"]),
         ({"prompts": "a", "request_id": ""}, ["request_id: got an empty string"]),
         ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "expected at most 512"]),
         ({"prompts": "a", "request_id": "a\nb"}, [r"request_id: got the character '\n', expected printable"]),
@@ -88,9 +91,9 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
         ),
         ({"prompts": "a", "top_logprobs_p": [-(10**400)]}, ["top_logprobs_p[0]", "from 0 to 1"]),
         ({"prompts": "a", "timeout_s": 10**400}, ["timeout_s: got a number of", "number"]),
-        ({"prompts": "a", "timeout_s": 0}, ["timeout_s", "got 0", "greater than 0"]),
-        ({"prompts": "a", "timeout_s": "5"}, ["timeout_s", "got '5'", "number"]),
-        ({"prompts": "a", "timeout_s": float("inf")}, ["timeout_s", "finite"]),
+        ({"prompts": "a", "timeout_s": 0}, ["timeout_s: got 0, expected float > 0"]),
+        ({"prompts": "a", "timeout_s": "5"}, ["timeout_s: got '5', expected float"]),
+        ({"prompts": "a", "timeout_s": float("inf")}, ["the body: got", "timeout_s", "JSON is malformed"]),
         ({"prompts": "a", "top_logprob_p": 0.9}, ["top_logprob_p: no such field", "top_logprobs_p"]),
         (
             {"prompts": "a", "sampling_params": {"custom_params": {"top_logprobs_p": 0.9}}},
@@ -111,11 +114,6 @@ def test_a_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(BadRequestError, match="the body: got") as raised:
         parse_rollouts(body, Limits())
     assert raised.value.status == 400
-
-
-def test_several_errors_are_reported_together():
-    with pytest.raises(BadRequestError, match=r"prompts: missing.*stream: got 1"):
-        parse(stream=1)
 
 
 @pytest.mark.parametrize(
@@ -158,5 +156,5 @@ def test_wrong_values_are_abbreviated(fields):
 
 @pytest.mark.parametrize("deep", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
 def test_deep_nesting_is_refused(deep):
-    with pytest.raises(BadRequestError, match="the body is not JSON: recursion limit exceeded"):
+    with pytest.raises(BadRequestError, match=r"^the body: got .*, which is not JSON: maximum recursion"):
         parse_rollouts(b'{"prompts":"a","sampling_params":{"x":%s}}' % deep.encode(), Limits())

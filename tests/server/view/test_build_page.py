@@ -137,7 +137,6 @@ def test_text_of_rollouts_ends_no_element(tmp_path, rollouts, make):
         request_id=bad,
         finish_reason=bad,
         weight_spans=((bad, len(rollouts[0].output_ids)),),
-        top_logprobs_source=bad,
     )
     path = tmp_path / "<script>.parquet"
     save_rollouts(path, [hostile])

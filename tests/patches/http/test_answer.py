@@ -14,8 +14,10 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
-from sglang_topp_patches.http.sets_in_meta_info import answer_with_status, write_last_chunk
+from sglang_topp_patches.http.answer import write_last_chunk, write_sets
+from sglang_topp_patches.http.request_fields import send_to_scheduler
 from sglang_topp_patches.request import NOTHING, SetsRequest
+from tests.patches.make_http_process import http_process
 
 
 def make_manager() -> Any:
@@ -95,23 +97,43 @@ REFUSED = {"type": "abort", "status_code": 413, "message": "too many candidates"
 
 @pytest.mark.parametrize("wants_sets", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    "reason", [REFUSED, {"type": "abort", "message": "asked for"}, {"type": "length"}, None]
-)
+@pytest.mark.parametrize("reason", [REFUSED, {"type": "abort", "message": "asked for"}])
 async def test_an_error_is_answered_with_its_status(
-    reason: dict[str, Any] | None, stream: bool, wants_sets: bool
+    reason: dict[str, Any], stream: bool, wants_sets: bool
 ) -> None:
     """Not within a stream, whose status was already sent, and not for requests without sets."""
     chunk = {"meta_info": {"finish_reason": reason}}
 
-    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self: Any, obj: Any, request: Any) -> AsyncGenerator[dict[str, Any], None]:
         yield chunk
 
-    obj = SimpleNamespace(stream=stream, sglang_topp_request=SetsRequest(threshold=0.9 if wants_sets else 0))
-    answer = answer_with_status(chunks(), None, obj=obj, state=None, request=None)
+    wanted = SetsRequest(threshold=0.9 if wants_sets else 0)
+    obj = SimpleNamespace(rid="a", stream=stream, sglang_topp_request=wanted)
+    manager = SimpleNamespace(rid_to_state={"a": SimpleNamespace(obj=obj)})
+    answer = write_sets(http_process(), chunks, manager, obj)
     if reason is REFUSED and wants_sets and not stream:
         with pytest.raises(HTTPException) as raised:
             await anext(answer)
         assert (raised.value.status_code, raised.value.detail) == (413, "too many candidates")
     else:
         assert [each async for each in answer] == [chunk]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_release_without_the_field_returns_the_prompts_ids(asks: bool) -> None:
+    closed = []
+
+    async def chunks(self: Any, obj: Any, request: Any) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            yield {"text": "a"}
+            yield {"text": "ab"}
+        finally:
+            closed.append(True)
+
+    obj = SimpleNamespace(rid="a", sglang_topp_request=SetsRequest(returns_prompt_ids=asks, resumed_tokens=0))
+    tokenized = SimpleNamespace(input_ids=range(3), sampling_params=SimpleNamespace(custom_params=None))
+    send_to_scheduler(tokenized, None, obj)
+    answer = write_sets(http_process(), chunks, None, obj)
+    assert await anext(answer) == {"text": "a", **({"prompt_token_ids": [0, 1, 2]} if asks else {})}
+    await answer.aclose()
+    assert closed

@@ -5,8 +5,7 @@ import signal
 
 import httpx
 
-from sglang_topp_server.process.launch import listen
-from sglang_topp_server.process.uvicorn_server import Server
+from sglang_topp_server.process.launch import Server, listen
 from sglang_topp_server.settings import Settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,9 +1,8 @@
-"""`resumed_tokens`: its checks, and its effect on SGLang's own request object."""
+"""The effect of `resumed_tokens` on SGLang's own request object."""
 
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +16,16 @@ from sglang_topp.engine_contract import (
     INTERNAL_PARAMS,
     NON_RESUMABLE_PARAMS,
     RESUMABLE_PARAMS,
-    RESUMED,
     find_resume_problem,
 )
-from sglang_topp.errors import InvalidInputError
-from sglang_topp_patches.http import resume
-from sglang_topp_patches.http.process_state import HttpProcess
 from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
+from sglang_topp_patches.scheduler import resume
 from sglang_topp_server.cli.tiny_model import make_tiny_model
-from tests.patches.make_http_process import http_process
 from tests.skip_missing_features import skip_without
 
 skip_without(Feature.RESUMED)
 
-PROCESS = http_process()
 END = 0
 
 
@@ -49,13 +43,11 @@ def request(tokenizer: Any, prompt: str, output: str, *, count: int | None = Non
     sampling.normalize(tokenizer)
     made = Req("r", "", array("q", tokenizer.encode(prompt)), sampling, eos_token_ids={END}, vocab_size=512)
     attach(made, SetsRequest(resumed_tokens=count))
+    if count is not None:
+        made.__class__ = resume.resumable_req()  # as `scheduler.requests.receive` does
     made.tokenizer = tokenizer
     made.output_ids = array("q", tokenizer.encode(output))
     return made
-
-
-def tail(made: Any) -> str:
-    return resume.tail_str(Req.tail_str, made)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -96,8 +88,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back(
     ids = tokenizer.encode(answer)[:num_tokens]
     made = request(tokenizer, "hello", "", count=count, stop=["aé", "zz"])
     made.output_ids = array("q", ids)
-    made.tail_str = partial(resume.tail_str, Req.tail_str, made)
-    assert resume.hold_back_stop_string(Req.check_match_stop_str_prefix, made) is held_back
+    assert made.check_match_stop_str_prefix() is held_back
 
 
 def test_stop_strings_are_looked_for_as_if_there_was_no_cut(tokenizer: Any) -> None:
@@ -111,15 +102,15 @@ def test_stop_strings_are_looked_for_as_if_there_was_no_cut(tokenizer: Any) -> N
             for length in range(cut + 1, len(answer) + 1):
                 whole = request(tokenizer, "p", answer[:length], **params)
                 part = request(tokenizer, "p" + answer[:cut], answer[cut:length], count=cut, **params)
-                assert tail(part) == Req.tail_str(whole), (cut, length)
+                assert part.tail_str() == whole.tail_str(), (cut, length)
 
 
 def test_nothing_before_the_answer_is_looked_at(tokenizer: Any) -> None:
     made = request(tokenizer, "prompt<e", "nd>", count=0, stop=["<end>"])
-    assert tail(made) == "nd>"
-    assert tail(request(tokenizer, "prompt<e", "nd>", stop=["<end>"])) == "nd>"
-    assert tail(request(tokenizer, "prompt<e", "nd>", count=2, stop=["<end>"])) == "<end>"
-    assert tail(request(tokenizer, "prompt<e", "nd>", count=2)) == ""
+    assert made.tail_str() == "nd>"
+    assert request(tokenizer, "prompt<e", "nd>", stop=["<end>"]).tail_str() == "nd>"
+    assert request(tokenizer, "prompt<e", "nd>", count=2, stop=["<end>"]).tail_str() == "<end>"
+    assert request(tokenizer, "prompt<e", "nd>", count=2).tail_str() == ""
 
 
 def test_the_text_begins_where_the_answer_does(tokenizer: Any) -> None:
@@ -132,13 +123,13 @@ def test_the_text_begins_where_the_answer_does(tokenizer: Any) -> None:
             "q", [*tokenizer.encode("a prompt"), *ids[:cut]]
         )
         made.output_ids = array("q", ids[cut:-1])
-        decode_ids, offset = resume.begin_text(Req.init_incremental_detokenize, made)
+        decode_ids, offset = made.init_incremental_detokenize()
         if cut < num_tokens - 1:
             assert tokenizer.decode(decode_ids[offset:]) == tokenizer.decode(ids[:-1])
         assert tokenizer.decode(decode_ids[:offset]) == "a prompt"[-5:]
         # Later text is appended to it.
         made.output_ids.append(ids[-1])
-        decode_ids, _ = resume.begin_text(Req.init_incremental_detokenize, made)
+        decode_ids, _ = made.init_incremental_detokenize()
         assert tokenizer.decode(decode_ids[offset:]) == answer
 
 
@@ -166,7 +157,7 @@ def test_a_token_that_ends_the_answer_ends_it(
     for count, expected in ((0, kind), (None, "abort")):
         made = request(tokenizer, "p", output, count=count, **params)
         made.to_finish = FINISH_ABORT()
-        resume.finish_or_abort(Req.update_finish_state, made, 1)
+        made.update_finish_state(1)
         assert made.finished_reason.to_json()["type"] == expected
         assert made.to_finish is None
 
@@ -174,14 +165,14 @@ def test_a_token_that_ends_the_answer_ends_it(
 def test_a_refusal_stays_one(tokenizer: Any) -> None:
     made = request(tokenizer, "p", "ab", count=0, stop=["b"])
     made.to_finish = FINISH_ABORT("too late", 503)
-    resume.finish_or_abort(Req.update_finish_state, made, 1)
+    made.update_finish_state(1)
     assert made.finished_reason.to_json()["status_code"] == 503
 
 
 def test_without_an_abort_nothing_changes(tokenizer: Any) -> None:
     for output, kind in (("ab", None), ("a<|endoftext|>", "stop")):
         made = request(tokenizer, "p", output, count=0)
-        resume.finish_or_abort(Req.update_finish_state, made, 1)
+        made.update_finish_state(1)
         assert (made.finished_reason and made.finished_reason.to_json()["type"]) == kind
 
 
@@ -210,61 +201,3 @@ def test_what_waits_is_sent_with_all_of_its_tokens(tokenizer: Any) -> None:
         resume.send_all_tokens(original, scheduler, given, one)
     assert plain == [one for _, one in others]
     assert len(sent) == 1
-
-
-# -- the field -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "problems", lambda self: ())
-
-
-@pytest.mark.usefixtures("holds")
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"input_ids": [1], RESUMED: "1"}, "got '1'"),
-        ({"input_ids": [1], RESUMED: 1.0}, "got 1.0"),
-        ({"input_ids": [1], RESUMED: 2}, "got 2 with a prompt of 1 token ids"),
-        ({"text": "a", RESUMED: 1}, "got 1 with a prompt of no token ids"),
-        ({"input_ids": [[1, 2], [3]], RESUMED: [1, 2]}, "got 2 with a prompt of 1 token ids"),
-        ({"input_ids": [[1, 2], [3]], RESUMED: [1]}, "got 1 values for 2 prompts"),
-        (
-            {"input_ids": [1], RESUMED: 1, "sampling_params": {"presence_penalty": 1}},
-            "sampling_params.presence_penalty: got 1",
-        ),
-        (
-            {"input_ids": [[1], [2]], RESUMED: [0, 1], "sampling_params": [{}, {"ebnf": "a"}]},
-            "sampling_params.ebnf: got 'a'",
-        ),
-        (
-            {"input_ids": [1], RESUMED: 1, "sampling_params": {"custom_params": {"thinking_budget": 4}}},
-            "sampling_params.custom_params: got",
-        ),
-    ],
-)
-def test_what_the_field_does_not_take(body: dict[str, Any], words: str) -> None:
-    count = len(body["input_ids"]) if isinstance(body.get("input_ids", [1])[0], list) else 1
-    with pytest.raises(InvalidInputError) as raised:
-        resume.check_fields(PROCESS, body.get, count)
-    assert words in str(raised.value)
-
-
-@pytest.mark.usefixtures("holds")
-def test_what_it_takes() -> None:
-    ours = {"custom_params": {"top_logprobs_p": 0.9, "return_logprobs_in_base64": True}}
-    assert resume.check_fields(PROCESS, {"text": "a", RESUMED: 0}.get, 1) == [0]
-    assert resume.check_fields(
-        PROCESS, {"text": "a", "sampling_params": {"regex": "a"}, RESUMED: 0}.get, 1
-    ) == [0]
-    assert resume.check_fields(PROCESS, {"text": "a"}.get, 2) == [None, None]
-    body = {"input_ids": [[1, 2], [3]], RESUMED: [2, None], "sampling_params": [ours, {"regex": "a"}]}
-    assert resume.check_fields(PROCESS, body.get, 2) == [2, None]
-
-
-def test_where_the_patch_set_does_not_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "problems", lambda self: ("a seam is gone",))
-    with pytest.raises(InvalidInputError, match="answers are not resumed here: a seam is gone"):
-        resume.check_fields(PROCESS, {"text": "a", RESUMED: 0}.get, 1)
-    assert resume.check_fields(PROCESS, {"text": "a"}.get, 1) == [None]
