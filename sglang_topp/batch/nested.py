@@ -253,7 +253,7 @@ def nest_batch(
     specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = _entries_of(batch)
     num_rows = _count_rows(entries)
-    keeps = {spec.mask: _mask_of(entries, spec.mask) for spec in specs.values()}
+    keeps = {name: _mask_of(entries, name) for name in dict.fromkeys(spec.mask for spec in specs.values())}
     made = {name: _Mask.of(keep) for name, keep in keeps.items()}
     kept: dict[str, _Field] = {}
     outside: dict[str, int] = {}
