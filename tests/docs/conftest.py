@@ -35,8 +35,8 @@ def tutorial_command(start: str) -> list[str]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Make the tutorial's model, and serve it on free ports."""
     folder = tmp_path_factory.mktemp("docs")
-    _, *arguments = tutorial_command("python -c")
-    subprocess.run([sys.executable, *arguments], cwd=folder, check=True)
+    _, script, *arguments = tutorial_command("python examples/")
+    subprocess.run([sys.executable, DOCS.parent / script, *arguments], cwd=folder, check=True)
 
     variable, program, command, *arguments = tutorial_command("SGLANG_PLATFORM=")
     assert (program, command) == ("sglang-topp", "serve")
