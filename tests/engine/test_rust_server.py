@@ -15,9 +15,7 @@ import pytest
 
 from sglang_topp.errors import MissingCandidateSetsError
 from sglang_topp_client import RolloutClient
-from sglang_topp_patches.http import request_check_middleware_before_0_5_22
 from tests.engine.start_servers import run_engine
-from tests.skip_missing_features import is_hook_here
 
 if importlib.util.find_spec("sglang.srt.rust_server") is None:
     pytest.skip("this SGLang has no Rust server", allow_module_level=True)
@@ -49,13 +47,8 @@ def test_the_engine_refuses_what_reaches_it(model_path: Path, log_folder: Path) 
             assert '"error"' in answer.text
             assert "SGLANG_RUST_SERVER" in answer.text
         assert len(engine.generate(text="hello", sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
-        info = engine.http.get("/server_info").json()
-        if is_hook_here(request_check_middleware_before_0_5_22.install):
-            # Before 0.5.22, only the Python server's route reports the plugin.
-            assert "sglang_topp" not in info
-        else:
-            assert info["sglang_topp"]["active"] is False
-            assert any("SGLANG_RUST_SERVER" in problem for problem in info["sglang_topp"]["problems"])
+        # The report is added by the Python server.
+        assert "sglang_topp" not in engine.http.get("/server_info").json()
         # A field at the top level never arrives, and the client notices.
         with RolloutClient(engine.url, kind="sglang") as client, pytest.raises(MissingCandidateSetsError):
             client.generate("hello", {"max_new_tokens": 3}, top_logprobs_p=0.9)
