@@ -20,7 +20,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
 
 
 @pytest.fixture
-def example() -> ModuleType:
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)  # as Python does for a script
     spec = importlib.util.spec_from_file_location("rollout_loop", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
