@@ -28,7 +28,7 @@ __all__ = [
     "sampled_out_of_range",
 ]
 
-# Of several errors in a row, a kernel reports the one with the highest code.
+# If a row has several errors, a kernel reports the one with the highest code.
 ZERO_PROBABILITY = 1
 """A token that was not sampled has probability 0, but a positive weight. The detail is `~token_id`."""
 NOT_LOGPROBS = 2

@@ -36,7 +36,7 @@ _ZERO_PROBABILITY, _TOKEN_OUT_OF_RANGE = tl.constexpr(ZERO_PROBABILITY), tl.cons
 
 
 class Drawn(NamedTuple):
-    """What a sampler could draw in each row, on a GPU.
+    """The tokens that a sampler could draw in each row, on a GPU.
 
     Attributes:
         logprobs: floats [R, V], contiguous along a row.

@@ -393,8 +393,8 @@ def test_sft_loss_of_a_model_is_the_mean_over_the_tokens_that_it_predicts(counts
 
     packed = PackedCollator(max_tokens=8, pad_token_id=PAD, tp_size=2).collate_sft(ids, counts)
     loss = torch.tensor(0.0)
-    names = ("sequences", "loss_mask", "cu_seqlens", "seq_lengths")
-    for sequence, mask, starts, lengths in zip(*(packed[name] for name in names), strict=True):  # type: ignore[literal-required]
+    columns = packed["sequences"], packed["loss_mask"], packed["cu_seqlens"], packed["seq_lengths"]
+    for sequence, mask, starts, lengths in zip(*columns, strict=True):
         for start, length in zip(starts[:-1], lengths, strict=True):
             span = slice(start, start + length)
             loss += (token_losses(sequence[None, span])[0] * mask[span][:-1]).sum()

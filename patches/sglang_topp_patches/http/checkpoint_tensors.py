@@ -104,7 +104,7 @@ def add_route(app: Any, checkpoint: Callable[[], Checkpoint | None]) -> None:
 
     for route in app.routes:
         if getattr(route, "path", None) == "/update_weights_from_disk":
-            checkpoint_tensors._auth_level = route.endpoint._auth_level  # type: ignore[attr-defined]
+            checkpoint_tensors._auth_level = route.endpoint._auth_level  # type: ignore[attr-defined]  # SGLang's
     app.router.routes.append(Route(PATH, checkpoint_tensors, methods=["GET"]))
 
 
@@ -143,7 +143,7 @@ def _safetensors(folder: str, paths: Sequence[str]) -> Iterator[tuple[str, list[
         paths = [path for path in paths if path in listed]
     for path in paths:
         with safe_open(path, framework="pt") as data:  # a file that ends early raises an error
-            for name in data.keys():  # noqa: SIM118
+            for name in data.keys():  # noqa: SIM118  # `data` is no mapping
                 yield name, data.get_slice(name).get_shape()
 
 

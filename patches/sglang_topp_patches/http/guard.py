@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -178,17 +177,19 @@ def guard(process: HttpProcess, original: Callable[[Any], ASGIApp], app: Any) ->
     return _note_transport(original(app))
 
 
-@cache
-def _field_names() -> re.Pattern[bytes]:
-    names = (*_ASKING, request_fields.PROMPT_IDS) if request_fields.adds_prompt_ids() else _ASKING
-    # A pattern that begins with a rare byte is found twenty times as fast as the names one after the other.
-    halves = (name.encode().partition(b"_") for name in names)
-    return re.compile(b"_(?:%s)" % b"|".join(b"(?<=%s_)%s" % (first, rest) for first, _, rest in halves))
-
-
 def _may_name_fields(body: bytes) -> bool:
-    """Return whether a body may name a field of the plugin. JSON escapes and UTF-16 can hide a name."""
-    return bool(_field_names().search(body)) or b"\0" in body or (b"\\" in body and b"\\u" in body)
+    """Return whether a body may name a field of the plugin. JSON escapes and UTF-16 can hide a name.
+
+    A regular expression finds all names in one pass, but takes 13 s for 56 MB that nearly name a field again
+    and again. These searches take at most 0.3 s.
+    """
+    return any(name in body for name in _field_names()) or b"\0" in body or b"\\u" in body
+
+
+@cache
+def _field_names() -> tuple[bytes, ...]:
+    names = (*_ASKING, request_fields.PROMPT_IDS) if request_fields.adds_prompt_ids() else _ASKING
+    return tuple(name.encode() for name in names)
 
 
 def _is_sglangs(route: Any) -> bool:

@@ -95,7 +95,7 @@ async def async_generate(
 
 @contextmanager
 def _call_of(kwargs: dict[str, Any]) -> Iterator[None]:
-    """Take the plugin's fields out of keyword arguments, for the request that is made of the others."""
+    """Take the plugin's fields out of keyword arguments, and keep them for the request."""
     fields = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
     call = Call(fields=fields or None)
     token = current_call.set(call)

@@ -52,8 +52,8 @@ class Committed:
     token_ids: tuple[int, ...]
 
 
-# The step that runs: it adds its sets to the requests. It is a context variable, because SGLang does not pass
-# the scheduler step to `stream_output`.
+# `_step` adds the sets of the running scheduler step to the requests. SGLang does not pass the step to
+# `stream_output`, so `_step` is a context variable.
 _step: ContextVar[Callable[[], None] | None] = ContextVar("sglang_topp_step", default=None)
 
 

@@ -51,7 +51,7 @@ def resumable_req() -> type[Any]:
     """Return the class of a request with `resumed_tokens`, which derives from SGLang's `Req`."""
     from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_OFFSET, Req
 
-    class ResumableReq(Req):  # type: ignore[misc]
+    class ResumableReq(Req):  # type: ignore[misc]  # SGLang ships no types
         """A request that resumes an answer, or that a later one may resume."""
 
         to_finish: Any

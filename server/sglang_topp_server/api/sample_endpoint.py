@@ -95,7 +95,7 @@ SCORES = EndpointSpec(
 
 
 class Shared:
-    """What the requests of one sidecar share: the engine, the limits, and the metrics.
+    """The engine, the limits, and the metrics that all requests of one sidecar share.
 
     Args:
         engine: generates the samples.

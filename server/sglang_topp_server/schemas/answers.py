@@ -120,12 +120,12 @@ RolloutRecord, ScoreRecord = _record_model(Rollout), _record_model(Score)
 RolloutsAnswer = create_model(
     "RolloutsAnswer",
     __doc__="The answer to a request without `stream`: all samples, ordered by prompt, then by sample.",
-    rollouts=(list[RolloutRecord], ...),  # type: ignore[valid-type]
+    rollouts=(list[RolloutRecord], ...),  # type: ignore[valid-type]  # made above
 )
 ScoresAnswer = create_model(
     "ScoresAnswer",
     __doc__="The answer to a request without `stream`: all scores, in the order of the request's sequences.",
-    scores=(list[ScoreRecord], ...),  # type: ignore[valid-type]
+    scores=(list[ScoreRecord], ...),  # type: ignore[valid-type]  # made above
 )
 
 
