@@ -20,8 +20,6 @@ from sglang_topp_server.cli.common import Commands, add_command, count
 if TYPE_CHECKING:
     from sglang_topp_server.view.run_summary import RunSummary
 
-__all__ = ["add_parsers"]
-
 _MAX_NAMES = 5
 _EVERY_S = 0.2
 _ERASE_LINE = "\r\x1b[K"
