@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_topp.errors import AuthenticationError, BadRequestError, ServerError, SglangToppError
@@ -21,7 +22,7 @@ from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.api.sample_endpoint import ROLLOUTS, SCORES, EndpointSpec, SampleEndpoint, Shared
 from sglang_topp_server.engine import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits import ConcurrencyLimit, DisconnectedError
+from sglang_topp_server.limits import ConcurrencyLimit
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.openapi import (
     AbortAnswer,
@@ -112,9 +113,9 @@ def create_app(
         sidecar answers `POST /abort` after the aborted requests have stopped.
         """
         try:
-            async with shared.bodies.read(request.headers, request.receive) as body:
+            async with shared.bodies.read(request) as body:
                 order = parse_abort(body)
-        except DisconnectedError:
+        except ClientDisconnect:
             raise BadRequestError("the body: the connection closed before its end", status=400) from None
         return AbortAnswer(aborted=await engine.abort(order.request_id))
 
