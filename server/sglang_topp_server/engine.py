@@ -34,8 +34,7 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.requests import plan
-from sglang_topp_client.run import RunOptions
-from sglang_topp_client.runs import Runs
+from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error

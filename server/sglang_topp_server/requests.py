@@ -22,12 +22,17 @@ from sglang_topp.engine_contract import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import check_request_id
-from sglang_topp_client.requests import SampleRequest, one_each, plan, plan_scores
-from sglang_topp_client.resume import mark_interruptible, plan_resume
+from sglang_topp_client.checks import check_request_id, decode_json
+from sglang_topp_client.requests import (
+    SampleRequest,
+    mark_interruptible,
+    one_each,
+    plan,
+    plan_resume,
+    plan_scores,
+)
 from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.wire.records import from_record
-from sglang_topp_client.wire.typed_json import decode_json
 from sglang_topp_server.settings import Limits
 
 

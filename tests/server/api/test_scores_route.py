@@ -116,7 +116,7 @@ def test_the_client_gets_the_same_from_both(sidecar, engine):
         ({"sequences": [[5], [600]]}, "sequences[1]: got token id 600 at position 0, expected 0 to 511"),
         ({"sequences": [5, 600]}, "sequences: got token id 600 at position 1"),
         ({"sequences": [[5, 6]], "start": 3}, "start: got 3, expected at most 2"),
-        ({"sequences": [[5, 6]], "start": 0}, "start: got 0, expected 1 or more"),
+        ({"sequences": [[5, 6]], "start": 0}, "start: got 0, expected a position of 1 or more"),
         ({"sequences": [[5, 6]], "start": [1, 1]}, "start: got 2 values for 1 sequences"),
         ({"sequences": [[5, 6]], "start": "1"}, "start: got '1', expected a position"),
         ({"sequences": [[5, 6]], "start": 1.0}, "start: got 1.0, expected a position"),
