@@ -32,12 +32,12 @@ def test_the_verdict(open_page, page_file, columns):
     assert tile(page, "tokens") == f"{sum(map(len, columns['output_ids'])):,}"
     assert tile(page, "missing sets") == "0"
     aborts = columns["finish_reason"].count("abort")
-    assert f"abort {100 * aborts / 24:.1f} %" in page.locator(".tile").first.inner_text()
+    assert f"abort: {100 * aborts / 24:.1f}\N{NO-BREAK SPACE}%" in page.locator(".tile").first.inner_text()
     logprobs = [one for one in columns["candidate_logprobs"] if one is not None]
     masses = [np.exp(position).sum() for one in logprobs for position in one if position]
     assert float(tile(page, "mean kept mass")) == pytest.approx(np.mean(masses), abs=1e-4)
     verdict = page.evaluate("JSON.parse(document.getElementById('overview').textContent).runs[0].verdict")
-    assert page.locator(".sentence").inner_text() == (
+    assert page.locator(".sentence").inner_text().replace("\N{NO-BREAK SPACE}", " ") == (
         f"Without replay, ratios start at {verdict['start']:.3f} on average (should be 1):"
         f" {100 * verdict['off_1']:.1f} % are off by more than 1 %, and {100 * verdict['off_10']:.1f} %"
         f" by more than 10 %. With replay, they start at {verdict['replayed']:.3f}. Replay the sets."

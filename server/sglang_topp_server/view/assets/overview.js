@@ -30,7 +30,7 @@ const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 function percent(share) {
   if (isMissing(share)) return "–";
   const value = 100 * share;
-  return `${value !== 0 && value < 0.1 ? value.toPrecision(1) : value.toFixed(1)} %`;
+  return `${value !== 0 && value < 0.1 ? value.toPrecision(1) : value.toFixed(1)}\u00a0%`;
 }
 
 // -- metrics -------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ function bar(kind, name, share, most, value, attributes = {}) {
 // -- the verdict -----------------------------------------------------------------------------------------
 
 function names(pairs, total, most = 4) {
-  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"} ${percent(number / total)}`);
+  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"}: ${percent(number / total)}`);
   return shown.join(" · ") + (pairs.length > most ? ` · ${pairs.length - most} more` : "");
 }
 
@@ -97,7 +97,7 @@ function sentence({ missing, start, off_1: off1, off_10: off10, ratios_known: kn
   }
   if (start === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
   const given = known ? "" : " for a trainer with the same weights";
-  const shares = `${percent(off1)} are off by more than 1 %, and ${percent(off10)} by more than 10 %`;
+  const shares = `${percent(off1)} are off by more than 1\u00a0%, and ${percent(off10)} by more than 10\u00a0%`;
   const after = isMissing(replayed) ? "" : ` With replay, they start at ${fixed(replayed, 3)}.`;
   const needsReplay = off1 >= 0.01;
   const text = `Without replay, ratios start at ${fixed(start, 3)} on average${given} (should be 1): ${shares}.`;
