@@ -26,6 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
@@ -36,7 +37,7 @@ from sglang_topp.batch import PackedBatch
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import CandidateTensors, RowSelection, Scores, score
 
-__all__ = ["ReplayContext", "score_hidden", "score_output", "scoring_output_layer"]
+__all__ = ["ReplayContext", "gather_hidden", "score_hidden", "score_output", "scoring_output_layer"]
 
 
 @dataclass(eq=False)
@@ -129,6 +130,7 @@ def score_output(
             argument.
     """
     scale = float(scale_logits(torch.ones((), dtype=torch.float64)))  # of MuP
+    hidden_states = gather_hidden(hidden_states, output_layer).transpose(0, 1)
     context.scores = score_hidden(hidden_states, output_layer, output_weight, context, logit_scale=scale)
     return context.scores.logprobs
 
@@ -162,27 +164,34 @@ def _forward(
     layer: Any, context: ReplayContext, hidden_states: Tensor, weight: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Take the place of `ColumnParallelLinear.forward`. The model transposes the result's first two axes."""
+    hidden_states = gather_hidden(hidden_states, layer).transpose(0, 1)
     context.scores = score_hidden(hidden_states, layer, weight, context)
     return context.scores.logprobs.view(-1, 1, 1), None
+
+
+def gather_hidden(hidden_states: Tensor, layer: Any) -> Tensor:
+    """Return hidden states [S, B, H] from [S, B, H], or from [S / tp, B, H] under sequence parallelism."""
+    if not layer.sequence_parallel:
+        return hidden_states
+    # `score` returns the whole gradient of the hidden states, so each rank takes its rows of it. By default,
+    # the gradients of all ranks would be summed.
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        hidden_states, tensor_parallel_output_grad=False, group=_tp_group(layer)
+    )
+    return gathered
 
 
 def score_hidden(
     hidden_states: Tensor, layer: Any, weight: Tensor | None, context: ReplayContext, logit_scale: float = 1.0
 ) -> Scores:
-    """Score the decoder's hidden states [S, B, H], or [S / tp, B, H] under sequence parallelism.
+    """Score gathered hidden states [B, S, H].
 
     `weight` is the embedding that the LM head is tied to, or None if `layer` has its own weight.
     """
     weight = layer.weight if weight is None else weight
-    group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
-    if layer.sequence_parallel:
-        # `score` returns the whole gradient of the hidden states, so each rank takes its rows of it. By
-        # default, the gradients of all ranks would be summed.
-        hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=False, group=group
-        )
+    group = _tp_group(layer)
     scores: Scores = score(
-        context.rows.select(hidden_states.transpose(0, 1)),
+        context.rows.select(hidden_states),
         weight,
         context.targets,
         context.candidates,
@@ -197,6 +206,14 @@ def score_hidden(
         weight_grad=_main_grad(layer, weight),
     )
     return scores
+
+
+def _tp_group(layer: Any) -> dist.ProcessGroup:
+    # Layers of older releases do not have it.
+    group: dist.ProcessGroup = (
+        getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
 
 
 def _main_grad(layer: Any, weight: Tensor) -> Any:
