@@ -2,7 +2,7 @@
 
 ::
 
-    context = ReplayContext.of_row(collator, batch, row, device=device, cp_rank=cp_rank)
+    context = ReplayContext.of_row(batch, row, device=device, cp_rank=cp_rank)
     logprobs = model(
         input_ids, position_ids, None, packed_seq_params=packed_seq_params,
         output_processor=score_output, output_processor_context=context,
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from sglang_topp import CandidateSets
-from sglang_topp.batch import PackedBatch, PackedCollator
+from sglang_topp.batch import PackedBatch
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import CandidateTensors, RowSelection, Scores, score
 
@@ -70,7 +70,6 @@ class ReplayContext:
     @classmethod
     def of_row(
         cls,
-        collator: PackedCollator,
         batch: PackedBatch,
         row: int,
         *,
@@ -85,7 +84,7 @@ class ReplayContext:
         selects the elements of a scored field `values` [W], such as advantages, that belong to them.
 
         Args:
-            cp_rank: this rank's index among the `collator.cp_size` context-parallel ranks.
+            cp_rank: this rank's index among the context-parallel ranks for which the batch was packed.
             replay: False scores over the whole vocabulary.
             options: `temperature`, `entropy`, `full`, and `vocab_size`.
 
@@ -100,7 +99,7 @@ class ReplayContext:
         num_scored = [scored[start:stop].sum() for start, stop in pairwise(batch["cu_seqlens"][row].tolist())]
         samples = slice(len(batch["samples"][row]))  # a row without samples has one sequence of padding
         lengths, responses = batch["seq_lengths"][row][samples], torch.tensor(num_scored)[samples]
-        rows = collator.layout(batch, row, cp_rank).select_rows(
+        rows = replace(batch["layouts"][row], cp_rank=cp_rank).select_rows(
             lengths - responses, responses, loss_mask=batch["loss_mask"][row][scored]
         )
         targets = rows.take(batch["sequences"][row].roll(-1)[scored]).to(device)
