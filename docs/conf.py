@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 # The command-line reference shows the output of `sglang-topp --help`. Sphinx must find the command on `PATH`,
 # and the output must have the same width on every machine.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-os.environ["COLUMNS"] = "90"
+os.environ["COLUMNS"] = "88"
 
 project = "sglang-topp"
 author = "the authors of sglang-topp"
