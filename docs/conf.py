@@ -78,5 +78,6 @@ def visit_inline_formula(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def visit_formula(translator: HTML5Translator, node: nodes.math_block) -> None:
-    translator.body.append(tex2mathml(node.astext(), as_block=True))
+    formula = tex2mathml(node.astext(), as_block=True)
+    translator.body.append(f'<div style="overflow-x: auto">{formula}</div>')
     raise nodes.SkipNode
