@@ -11,8 +11,8 @@ from sglang_topp import formats
 from sglang_topp_client import Rollout, RolloutClient, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.schemas.answers import ScoreRecord
-from sglang_topp_server.schemas.requests import ScoresBody
+from sglang_topp_server.openapi import ScoreRecord
+from sglang_topp_server.requests import ScoresBody
 
 HANG, NO_SETS, WRONG_SETS, GIVE_UP, LARGE = 500, 501, 502, 503, 504
 
