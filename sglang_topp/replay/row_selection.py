@@ -59,7 +59,7 @@ class Layout:
             sequence in the whole packed stream before the split, followed by the stream's length. Sequences
             after those of the samples hold padding. With the zigzag split and `cp_size` above 1, each
             sequence's padded length is a multiple of `2 * cp_size`. The default is for a stream with no more
-            padding than `split` and `cp_size` require. `PackedCollator.layout` gives a packed row's Layout.
+            padding than `split` and `cp_size` require. A `PackedBatch` has the layout of each row.
         seq_lengths: thd only. The number of tokens of each sample, without padding, or None. `select_rows`
             refuses samples of other lengths, such as those of another row.
     """
