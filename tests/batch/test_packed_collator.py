@@ -185,16 +185,16 @@ def test_layout_selects_the_columns_that_predict_the_response(
                 else:
                     with pytest.raises(InvalidInputError, match="by the layout this rank holds"):
                         other.select(columns)
-                bshd = Layout("bshd", cp_size=cp_size, cp_rank=rank)
                 mask = batch["attention_mask"][row : row + 1]
+                padded = Layout(cp_size=cp_size, cp_rank=rank, attention_mask=mask)
                 if len(members) == 1:
                     whole = columns_of_rank([0, mask.shape[1]], cp_size, rank)
-                    alone = bshd.select_rows(before, after, attention_mask=mask)
+                    alone = padded.select_rows(before, after)
                     states = torch.tensor(whole, dtype=torch.float32)[None, :, None]
                     assert alone.select(states).flatten().tolist() == [expected[at] for at in alone.positions]
                 else:
                     with pytest.raises(InvalidInputError, match="attention_mask: got"):
-                        bshd.select_rows(before, after, attention_mask=mask)
+                        padded.select_rows(before, after)
             assert sorted(seen) == expected
 
 
