@@ -198,7 +198,8 @@ def write_sequence_rows(
                 " many, or one less"
             )
     dtype = np.result_type(*(array.dtype for array in arrays))
-    dtype = {"H": np.dtype(np.int32), "I": np.dtype(np.int64)}.get(dtype.char, dtype)
+    if dtype.char in "HI":  # torch has few operations for uint16 and uint32
+        dtype = np.dtype(np.int32 if dtype.char == "H" else np.int64)
     if dtype.char not in _INTEGERS:
         raise InvalidInputError(f"{name}: got {dtype}, expected integers that fit int64")
     out = np.zeros((*shape, *tail), dtype)
