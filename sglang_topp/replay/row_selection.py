@@ -142,6 +142,23 @@ class Layout:
         num_sequences = 1 if self.attention_mask is None else len(prompts)
         return RowSelection(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
 
+    def take_tokens(self, values: Tensor) -> Tensor:
+        """Select the values of the tokens that this rank holds, in the order of its hidden states.
+
+        Args:
+            values: [tokens, ...], one value per token of the packed stream that `cu_seqlens` describes, such
+                as a row of `PackedBatch["sequences"]` or of its routed experts, up to its `row_lengths`.
+
+        Raises:
+            InvalidInputError: `cu_seqlens` is None, or there are more or fewer values.
+        """
+        if self.cu_seqlens is None:
+            raise InvalidInputError("cu_seqlens: got None, expected those of the packed stream")
+        rows = self._held_rows(np.array(self.cu_seqlens))
+        if len(values) != len(rows):
+            raise InvalidInputError(f"values: got {len(values)}, expected {len(rows)}, one per token")
+        return values.index_select(0, to_device(np.flatnonzero(rows >= 0), values.device))
+
     def _rows(self, mask: NDArray[Any], lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return `(first, edges)` of the rows of `attention_mask`, one after the other.
 
