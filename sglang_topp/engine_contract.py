@@ -148,17 +148,12 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     token. SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation of a long
     grammar may take minutes.
     """
-    for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
-        for at, stop in enumerate(_texts(params.get(key))):
-            if len(stop) > _MAX_STOP_CHARS:
-                return (
-                    f"{name}.{key}: got a {kind} of {len(stop)} characters at position {at},"
-                    f" expected at most {_MAX_STOP_CHARS}"
-                )
-    for key in GRAMMARS:
-        grammar = params.get(key)
-        if isinstance(grammar, str) and len(grammar) > _MAX_GRAMMAR_CHARS:
-            return f"{name}.{key}: got {len(grammar)} characters, expected at most {_MAX_GRAMMAR_CHARS}"
+    limits = dict.fromkeys(GRAMMARS, _MAX_GRAMMAR_CHARS)
+    for key, most in {"stop": _MAX_STOP_CHARS, "stop_regex": _MAX_STOP_CHARS, **limits}.items():
+        for at, text in enumerate(_texts(params.get(key))):
+            if len(text) > most:
+                where = "" if key in GRAMMARS else f" at position {at}"
+                return f"{name}.{key}: got {len(text)} characters{where}, expected at most {most}"
     return None
 
 
