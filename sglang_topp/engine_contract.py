@@ -38,7 +38,6 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError, describe
 
 _MAX_INT32 = 2**31 - 1
@@ -116,7 +115,8 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     except ValueError:  # `ids` holds lists of different lengths
         array = np.array(None)
     if array.ndim == 1 and array.dtype.kind in "iu":
-        at = first_true((array < 0) | (array >= vocab_size))
+        wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+        at = int(wrong[0]) if len(wrong) else None
     else:  # `ids` holds integers beyond 64 bits, or values of other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
