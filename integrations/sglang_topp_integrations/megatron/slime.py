@@ -69,7 +69,7 @@ def install(args: Namespace) -> None:
         )
     replacement = functools.wraps(original)(functools.partial(_log_probs_and_entropy, original))
     for module in [*sys.modules.values()]:
-        if vars(module).get(_NAME) is original:
+        if getattr(module, "__dict__", {}).get(_NAME) is original:
             setattr(module, _NAME, replacement)
 
 
