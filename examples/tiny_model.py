@@ -1,4 +1,4 @@
-"""Create a small random Qwen2 model and its tokenizer on disk, for demos and tests without downloads.
+"""Create a small random model (Qwen2, Qwen3-MoE) and its tokenizer, for demos and tests without downloads.
 
     python examples/tiny_model.py FOLDER
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(
-    path: str | Path, *, vocab_size: int = 512, logit_std: float = 3.0, seed: int = 0
+    path: str | Path, *, vocab_size: int = 512, logit_std: float = 3.0, seed: int = 0, num_experts: int = 0
 ) -> Path:
     """Write a loadable model and a byte-level tokenizer to the folder `path`.
 
@@ -31,17 +31,34 @@ def make_tiny_model(
             151,936, `logit_std=7` gives candidate sets as large as those of a real model: mean about 20,
             median 15.
         seed: the random seed of the weights.
+        num_experts: the number of experts per layer, 2 of which a token is routed to; 0 for a dense model.
 
     Returns:
         `path`.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     path = Path(path)
     hidden_size = 64
-    config = Qwen2Config(
+    model_class, config_class, sizes = Qwen2ForCausalLM, Qwen2Config, {}
+    if num_experts:
+        model_class, config_class = Qwen3MoeForCausalLM, Qwen3MoeConfig
+        sizes = {
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+        }
+    config = config_class(
+        **sizes,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=128,
@@ -57,10 +74,12 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+        model = model_class(config).float()
         # The final norm gives hidden states a mean square of 1. The logits of this LM head therefore have a
         # standard deviation of `logit_std`.
         torch.nn.init.normal_(model.lm_head.weight, std=logit_std / hidden_size**0.5)
+        for layer in model.model.layers if num_experts else ():
+            torch.nn.init.normal_(layer.mlp.gate.weight, std=hidden_size**-0.5)
     model.save_pretrained(path)
 
     tokens = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
