@@ -16,7 +16,7 @@ from sglang_topp_client.requests import (
     TopLogprobsP,
     TopLogprobsSource,
 )
-from sglang_topp_client.rollout import Rollout, Score
+from sglang_topp_client.rollout import ReturnField, Rollout, Score, TokenField
 from sglang_topp_client.storage.parquet_columns import TrainerScores
 from sglang_topp_client.storage.parquet_files import (
     RolloutWriter,
@@ -37,6 +37,7 @@ __all__ = [
     "OnTimeout",
     "PauseMode",
     "Prompts",
+    "ReturnField",
     "Rollout",
     "RolloutClient",
     "RolloutWriter",
@@ -46,6 +47,7 @@ __all__ = [
     "ScoredRollout",
     "Sequences",
     "Start",
+    "TokenField",
     "TopLogprobsP",
     "TopLogprobsSource",
     "TrainerScores",

@@ -28,7 +28,7 @@ from sglang_topp_client.requests import (
     plan_resume,
     plan_scores,
 )
-from sglang_topp_client.rollout import Rollout, Score
+from sglang_topp_client.rollout import ReturnField, Rollout, Score
 from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.server_config import ServerConfig, check_key, server_urls
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
@@ -51,6 +51,7 @@ class GenerateOptions(CallOptions, total=False):
     """The options of `generate`, `stream`, and `resume`; see `AsyncRolloutClient.generate`."""
 
     top_logprobs_source: TopLogprobsSource
+    return_fields: Sequence[ReturnField]
     on_abort: OnAbort
     on_timeout: OnTimeout
 
@@ -233,6 +234,8 @@ class AsyncRolloutClient:
                 prompt. `"sampler"` selects the tokens that the engine's sampler could draw under the
                 request's top_k, top_p, and min_p. `"sampler"` cannot be combined with `top_logprobs_p`. With
                 None or `"distribution"`, the sets are the top-p sets at the threshold `top_logprobs_p`.
+            return_fields: what else to return of each token, in `Rollout.token_fields`. `"routed_experts"`
+                needs sets, and an engine with `--enable-return-routed-experts`.
             on_abort: how to treat a sample that the engine aborts because of `abort`, a pause, or a weight
                 update. `"raise"` raises an error. `"return"` returns a rollout with finish reason `"abort"`.
                 This rollout holds everything generated so far and can be resumed. `"resume"` continues the
@@ -348,7 +351,8 @@ class AsyncRolloutClient:
                 required, here or there. `max_new_tokens` and `min_new_tokens` count all tokens of the turn,
                 not only the new tokens. Another distribution (`temperature`, `top_p`, `top_k`, `min_p`,
                 `logit_bias`) is an error. `n` is ignored, because each rollout is one sample.
-            top_logprobs_p, top_logprobs_source: by default as recorded; other values are an error.
+            top_logprobs_p, top_logprobs_source, return_fields: by default as recorded; other values are an
+                error.
             return_exceptions: as for `generate`; the returned list has one entry per rollout.
             on_abort, timeout_s, on_timeout, progress, request_id: as for `generate`.
 
@@ -364,7 +368,11 @@ class AsyncRolloutClient:
         if isinstance(rollouts, Sequence) and not len(rollouts):
             return []
         requests, existing = plan_resume(
-            rollouts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
+            rollouts,
+            sampling_params,
+            options.get("top_logprobs_p"),
+            options.get("top_logprobs_source"),
+            options.get("return_fields"),
         )
         # Two of the caller's rollouts can have the same `prompt_index` and the same `sample_index`. Each of
         # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
@@ -575,7 +583,11 @@ class AsyncRolloutClient:
 def _plan(
     prompts: Prompts, sampling_params: SamplingParams, options: Mapping[str, Any]
 ) -> list[SampleRequest]:
-    given = options.get("top_logprobs_p"), options.get("top_logprobs_source")
+    given = (
+        options.get("top_logprobs_p"),
+        options.get("top_logprobs_source"),
+        options.get("return_fields", ()),
+    )
     return _marked(plan(prompts, sampling_params, *given), options)
 
 

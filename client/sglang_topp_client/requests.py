@@ -23,7 +23,15 @@ from sglang_topp import CandidateSets
 from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, WireError, describe
 from sglang_topp_client.checks import as_array, as_token_ids, check_choice, find_json_problem, is_text
-from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, find_problems
+from sglang_topp_client.rollout import (
+    ABORT,
+    DISTRIBUTION,
+    RETURN_FIELDS,
+    SAMPLER,
+    Rollout,
+    TokenField,
+    find_problems,
+)
 
 Prompts: TypeAlias = (
     str
@@ -91,6 +99,8 @@ class SampleRequest:
             abort. If `resumed_tokens` is None, the sample is new, and cannot be resumed after an abort.
         is_interruptible: whether an aborted sample is returned as a partial rollout. If False, an abort
             raises an error.
+        return_fields: the `RETURN_FIELDS` to return.
+        fields_start: the first position of prompt and output to return them of.
     """
 
     prompt_index: int
@@ -102,6 +112,8 @@ class SampleRequest:
     routing_key: str = ""
     resumed_tokens: int | None = None
     is_interruptible: bool = False
+    return_fields: tuple[str, ...] = ()
+    fields_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ def plan(
     sampling_params: SamplingParams,
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
+    return_fields: Sequence[str] = (),
 ) -> list[SampleRequest]:
     """Check a caller's arguments, and build one `SampleRequest` per prompt.
 
@@ -134,6 +147,8 @@ def plan(
             the tokens that the sampler could draw, and a threshold is an error. With `DISTRIBUTION` or None,
             each set has the most probable tokens, just enough that their total probability reaches the
             threshold. A prompt with neither `SAMPLER` nor a threshold gets no sets.
+        return_fields: names of `RETURN_FIELDS`. Every prompt must ask for sets: only then does the engine
+            guarantee the weights of each row.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names the argument.
@@ -150,6 +165,9 @@ def plan(
         )
     thresholds = one_each("top_logprobs_p", top_logprobs_p, count, _threshold)
     sources = one_each("top_logprobs_source", top_logprobs_source, count, _source)
+    is_list = isinstance(return_fields, Sequence) and not isinstance(return_fields, str)
+    if not is_list or not set(return_fields) <= set(RETURN_FIELDS):
+        raise InvalidInputError(f"return_fields: got {return_fields!r}, expected some of {RETURN_FIELDS}")
     requests = []
     for index, (without_n, n) in enumerate(params):
         source, threshold = sources[index], thresholds[index]
@@ -160,8 +178,22 @@ def plan(
             )
         if source != SAMPLER:
             source = None if threshold is None else DISTRIBUTION
-        samples = tuple(range(n))
-        requests.append(SampleRequest(index, all_prompts[index], without_n, samples, threshold, source))
+        if return_fields and source is None:
+            raise InvalidInputError(
+                f"return_fields: got {return_fields!r} for prompt {index} without sets, expected"
+                " top_logprobs_p or top_logprobs_source 'sampler'"
+            )
+        requests.append(
+            SampleRequest(
+                index,
+                all_prompts[index],
+                without_n,
+                tuple(range(n)),
+                threshold,
+                source,
+                return_fields=tuple(dict.fromkeys(return_fields)),
+            )
+        )
     return requests
 
 
@@ -439,6 +471,7 @@ def plan_resume(
     sampling_params: SamplingParams = None,
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
+    return_fields: Sequence[str] | None = None,
 ) -> tuple[list[SampleRequest], list[Rollout]]:
     """Check the rollouts that a caller wants to resume, and build one request for each.
 
@@ -447,6 +480,7 @@ def plan_resume(
         sampling_params, top_logprobs_p, top_logprobs_source: as for `AsyncRolloutClient.resume`: one value
             for all rollouts, or one per rollout. What is None, or not in `sampling_params`, is as the rollout
             records it.
+        return_fields: those of all rollouts, or None for those that each rollout has.
 
     Returns:
         Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
@@ -486,6 +520,13 @@ def plan_resume(
         if thresholds[i] is None and sources[i] is None:
             thresholds[i], sources[i] = rollout.top_logprobs_p, rollout.top_logprobs_source
     wanted = plan([rollout.prompt_ids for rollout in rollouts], params, thresholds, sources)
+    for i, (one, rollout) in enumerate(zip(wanted, rollouts, strict=True)):
+        names = tuple(rollout.token_fields)
+        if return_fields is not None and set(return_fields) != set(names):
+            raise InvalidInputError(
+                f"return_fields: got {return_fields!r}, expected {names}, which rollouts[{i}] has"
+            )
+        wanted[i] = replace(one, return_fields=names)
     for one, rollout in zip(wanted, rollouts, strict=True):
         _check_same(f"rollouts[{one.prompt_index}]", rollout, one)
         if rollout.turn_start < len(rollout.output_ids) and rollout.finish_reason != "stop":
@@ -534,6 +575,7 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
         sampling_params=params,
         samples=(sample,),
         resumed_tokens=num_tokens + num_before,
+        fields_start=max((one.end for one in rollout.token_fields.values()), default=0),
         routing_key=rollout.routing_key,
     )
 
@@ -564,6 +606,9 @@ def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollou
         weight_spans=() if has_sets else None,
         top_logprobs_p=wanted.top_logprobs_p,
         sampling_params=wanted.sampling_params,
+        token_fields={
+            name: TokenField(np.empty(0, np.uint8), wanted.fields_start) for name in wanted.return_fields
+        },
     )
 
 

@@ -8,10 +8,11 @@ from it: they say how each type of field is written, and take the fields from `F
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import chain, repeat
+from math import prod
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import numpy as np
 from msgspec import Meta
@@ -44,6 +45,56 @@ WeightSpans: TypeAlias = tuple[tuple[str, Count], ...]
 order."""
 TokenRanges: TypeAlias = tuple[tuple[Count, Count], ...]
 """Pairs `(start, end)` of positions, ascending and without overlap."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenField:
+    """What the engine recorded of consecutive tokens of prompt and output, such as the experts of each."""
+
+    values: NDArray[np.unsignedinteger[Any]]
+    """uint8, uint16, or uint32 [n, ...], the smallest that holds the values. The row at index i belongs to
+    the position `start + i` of prompt and output."""
+    start: int
+    """The position of the first row, from 0."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.integer[Any]], start: int) -> TokenField:
+        """Store values of any integer type in the smallest unsigned one.
+
+        Raises:
+            InvalidInputError: a value is negative, or does not fit uint32.
+        """
+        least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        if least < 0 or most >= 1 << 32:
+            raise InvalidInputError(f"got values from {least} to {most}, expected values that fit uint32")
+        return cls(values.astype(np.min_scalar_type(most)), start)
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.values)
+
+    def to_bytes(self) -> bytes:
+        """Return the values as little-endian integers in C order."""
+        return self.values.astype(self.values.dtype.newbyteorder("<")).tobytes()
+
+    def joined(self, rest: TokenField) -> TokenField:
+        """Return these rows and the `rest`, which begins at `end`."""
+        if rest.start != self.end:
+            raise WireError(
+                "token_fields", f"got rows from {rest.start} on, expected them from {self.end} on"
+            )
+        if not len(self.values):
+            return TokenField(rest.values, self.start)
+        return (
+            TokenField(np.concatenate([self.values, rest.values]), self.start) if len(rest.values) else self
+        )
+
+
+TokenFields: TypeAlias = Mapping[str, TokenField]
+ReturnField: TypeAlias = Literal["routed_experts"]
+"""A field of tokens that the engine can return."""
+RETURN_FIELDS: tuple[str, ...] = get_args(ReturnField)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +158,10 @@ class Rollout:
     attribute holds the parameters given to `resume`."""
     appended_spans: TokenRanges = ()
     """`((start, end), ...)`, the ranges of `output_ids` that `extend` appended."""
+    token_fields: TokenFields = field(default_factory=dict)
+    """The requested `return_fields` by name. `"routed_experts"` has the experts [P + T - 1, layers, experts
+    per token]: row i is the routing of position i of prompt and output, which scored the token at i + 1,
+    under the weights of that token. Tokens that `extend` appended get their rows with the next turn."""
 
     @property
     def weight_versions(self) -> tuple[str, ...] | None:
@@ -231,7 +286,7 @@ class Field(NamedTuple):
         name: the attribute's name.
         type: the attribute's type, without None.
         is_optional: whether the value may be None.
-        default: the default value, or `dataclasses.MISSING`.
+        default: the default value, or `dataclasses.MISSING`. Do not change it.
         count_name: for token ids, the name under which a record states their number; otherwise "".
     """
 
@@ -250,7 +305,8 @@ def _fields_of(result: type[Rollout | Score]) -> tuple[Field, ...]:
         is_optional = NoneType in kinds
         kind = kinds[0] if is_optional else hints[one.name]
         kind = Count if kind is int else kind
-        declared.append(Field(one.name, kind, is_optional, one.default, one.metadata.get("count", "")))
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        declared.append(Field(one.name, kind, is_optional, default, one.metadata.get("count", "")))
     return tuple(declared)
 
 
@@ -283,6 +339,11 @@ def find_problems(result: Rollout | Score) -> Iterator[tuple[str, str]]:
         if not end <= start < after <= num_tokens:
             yield "appended_spans", f"got {start} to {after}, expected a range from {end} to {num_tokens}"
         end = after
+    most = max(len(result.prompt_ids) + num_tokens - 1, 0)
+    for name, one in result.token_fields.items():
+        # The rows of appended tokens, and of a sample without tokens, are still to come.
+        if one.end > most or (one.end < most and result.turn_start < num_tokens):
+            yield "token_fields", f"{name}: got rows up to position {one.end}, expected {most}"
 
 
 def check_result(result: Rollout | Score, *, p: float | None = None, may_be_extended: bool = False) -> None:
@@ -329,6 +390,39 @@ def check_result(result: Rollout | Score, *, p: float | None = None, may_be_exte
         raise WireError(
             "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
         )
+
+
+@dataclass(frozen=True)
+class TokenFieldLayout:
+    """The `shape` of a field's values, the position of the first row (`start`), and the `dtype`."""
+
+    shape: list[Count]
+    start: Count
+    dtype: Literal["uint8", "uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class TokenFieldRecord(TokenFieldLayout):
+    """A field of tokens in JSON. `data` is base64 of the values, little-endian and in C order."""
+
+    data: str
+
+
+def layout_of(one: TokenField) -> dict[str, Any]:
+    """Return the fields of a `TokenFieldLayout`."""
+    return {"shape": list(one.values.shape), "start": one.start, "dtype": one.values.dtype.name}
+
+
+def read_array(raw: bytes, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+    """Return little-endian integers in C order as an array.
+
+    Raises:
+        InvalidInputError: `shape` is empty, or `raw` has another size.
+    """
+    kind = np.dtype(dtype).newbyteorder("<")
+    if not shape or len(raw) != prod(shape) * kind.itemsize:
+        raise InvalidInputError(f"got {len(raw)} bytes for {dtype} {list(shape)}")
+    return np.frombuffer(raw, kind).astype(kind.newbyteorder("="), copy=False).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -402,6 +496,7 @@ def join_parts(first: Rollout, rest: Rollout) -> Rollout:
         latency_s=first.latency_s + rest.latency_s,
         top_logprobs_source=first.top_logprobs_source if had_tokens else rest.top_logprobs_source,
         weight_spans=_joined_spans(first, rest),
+        token_fields=_joined_fields(first, rest),
         routing_key=rest.routing_key,
     )
 
@@ -424,3 +519,13 @@ def _joined_spans(first: Rollout, rest: Rollout) -> WeightSpans | None:
     if first.weight_spans is None or rest.weight_spans is None:
         return None
     return _join_spans(first.weight_spans, rest.weight_spans)
+
+
+def _joined_fields(first: Rollout, rest: Rollout) -> TokenFields:
+    if first.token_fields.keys() != rest.token_fields.keys():
+        raise WireError(
+            "token_fields",
+            f"got {[*first.token_fields]} in one part of the rollout and {[*rest.token_fields]} in the next,"
+            " expected the same",
+        )
+    return {name: one.joined(rest.token_fields[name]) for name, one in first.token_fields.items()}

@@ -137,11 +137,12 @@ _BYTES_PER_TOKEN = 12
 def num_bytes_of(sample: Rollout | Score) -> int:
     """Estimate how many bytes of memory a sample or score takes, to within a few percent."""
     if isinstance(sample, Score):
-        num_tokens, num_chars = len(sample.token_ids), 0
+        num_tokens, num_others = len(sample.token_ids), 0
     else:
-        num_tokens, num_chars = len(sample.prompt_ids) + len(sample.output_ids), len(sample.text)
+        num_tokens = len(sample.prompt_ids) + len(sample.output_ids)
+        num_others = len(sample.text) + sum(one.values.nbytes for one in sample.token_fields.values())
     num_candidates = 0 if sample.candidates is None else len(sample.candidates.token_ids)
-    return num_candidates * _BYTES_PER_CANDIDATE + num_tokens * _BYTES_PER_TOKEN + num_chars
+    return num_candidates * _BYTES_PER_CANDIDATE + num_tokens * _BYTES_PER_TOKEN + num_others
 
 
 class MemoryShare:

@@ -31,7 +31,7 @@ from sglang_topp_client.requests import (
     plan_resume,
     plan_scores,
 )
-from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
+from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, ReturnField, Rollout
 from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.settings import Limits
 
@@ -89,6 +89,10 @@ class RolloutsBody(_SampleBody, kw_only=True, forbid_unknown_fields=True):
     with finish_reason `abort`, or continue the sample."""
     resumed_tokens: Annotated[Any, _one_or_each({"type": "integer", "minimum": 0})] = None
     """How many of the last ids of a prompt belong to the answer, one for all or one each."""
+    return_fields: list[ReturnField] | None = None
+    """What else to return of each token, in `token_fields`. Every prompt must ask for sets."""
+    fields_start: Annotated[Any, _one_or_each({"type": "integer", "minimum": 0})] = None
+    """The first position of prompt and answer whose `return_fields` to return, one for all or one each."""
 
 
 class ScoresBody(_SampleBody, kw_only=True, forbid_unknown_fields=True):
@@ -192,13 +196,15 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall:
     options = given.sampling_params, given.top_logprobs_p, given.top_logprobs_source
     resumed: list[Rollout] = []
     if given.rollouts is None:
-        wanted = _with_resumed_tokens(plan(given.prompts, *options), given.resumed_tokens)
+        wanted = plan(given.prompts, *options, given.return_fields or ())
+        wanted = _with_counts(wanted, given.resumed_tokens, given.fields_start)
     else:
-        if given.resumed_tokens is not None:
-            raise InvalidInputError(
-                "resumed_tokens: got resumed_tokens and rollouts, which imply it; expected one of them"
-            )
-        wanted, resumed = plan_resume(_read_rollouts(given.rollouts), *options)
+        for name in (RESUMED, "fields_start"):
+            if getattr(given, name) is not None:
+                raise InvalidInputError(
+                    f"{name}: got {name} and rollouts, which imply it; expected one of them"
+                )
+        wanted, resumed = plan_resume(_read_rollouts(given.rollouts), *options, given.return_fields)
         # Free the JSON records, which take as much memory as the parsed rollouts.
         given.rollouts = None
     wanted = mark_interruptible(wanted, given.on_abort)
@@ -296,12 +302,12 @@ def _read_rollouts(records: list[dict[str, Any]]) -> list[Rollout]:
     return rollouts
 
 
-def _with_resumed_tokens(wanted: Sequence[SampleRequest], given: Any) -> list[SampleRequest]:
-    """Return the requests, each with its value of the body's `resumed_tokens`.
+def _with_counts(wanted: Sequence[SampleRequest], resumed: Any, starts: Any) -> list[SampleRequest]:
+    """Return the requests, each with its values of the body's `resumed_tokens` and `fields_start`.
 
     Raises:
-        InvalidInputError: `given` has the wrong number of values, or a value is not a number from 0 to the
-            number of token ids in the request's prompt. A text or chat messages count as 0 token ids.
+        InvalidInputError: there is a wrong number of values, or a value is not a number from 0 to the number
+            of token ids in the request's prompt. A text or chat messages count as 0 token ids.
     """
 
     def count(name: str, value: Any) -> int | None:
@@ -309,12 +315,19 @@ def _with_resumed_tokens(wanted: Sequence[SampleRequest], given: Any) -> list[Sa
             raise InvalidInputError(f"{name}: got {describe(value)}, expected a whole number of 0 or more")
         return value
 
-    counts = one_each(RESUMED, given, len(wanted), count)
-    for one, number in zip(wanted, counts, strict=True):
-        if number and (not isinstance(one.prompt, list) or number > len(one.prompt)):
-            prompt = {str: "a text", tuple: "chat messages"}.get(type(one.prompt), f"{len(one.prompt)} ids")
-            raise InvalidInputError(
-                f"{RESUMED}: got {describe(number)} with {prompt} as prompt {one.prompt_index}, expected"
-                " token ids that end with this many tokens of the answer"
-            )
-    return [replace(one, resumed_tokens=number) for one, number in zip(wanted, counts, strict=True)]
+    fields = {RESUMED: resumed, "fields_start": starts}
+    counts = {name: one_each(name, given, len(wanted), count) for name, given in fields.items()}
+    for name, numbers in counts.items():
+        for one, number in zip(wanted, numbers, strict=True):
+            if number and (not isinstance(one.prompt, list) or number > len(one.prompt)):
+                prompt = {str: "a text", tuple: "chat messages"}.get(
+                    type(one.prompt), f"{len(one.prompt)} ids"
+                )
+                raise InvalidInputError(
+                    f"{name}: got {describe(number)} with {prompt} as prompt {one.prompt_index}, expected"
+                    " token ids of which that many may belong to the answer"
+                )
+    return [
+        replace(one, resumed_tokens=number, fields_start=start or 0)
+        for one, number, start in zip(wanted, *counts.values(), strict=True)
+    ]

@@ -178,7 +178,8 @@ def collate_rollouts(
     The batch's `logprobs` are the log-probs under the policy that drew the tokens. These log-probs belong in
     the denominator of importance ratios. For rollouts with candidate sets, each token's log-prob is
     normalized over the token's set in the rollout. For rollouts without sets, each token's log-prob is
-    normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0.
+    normalized over the whole vocabulary. Tokens that `Rollout.extend` appended have a loss mask of 0. The
+    rollouts' `token_fields` are further entries, as the `sequence_fields` of `collate_rl` are.
 
     Args:
         rollouts: B rollouts, for example from `RolloutClient.generate` or `load_rollouts`. Either all
@@ -269,7 +270,7 @@ class Rollouts:
             [one.loss_mask for one in rollouts],
             [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
             candidates if candidates is not None else with_sets or None,
-            {},
+            _sequence_fields(rollouts),
         )
 
     def collate(
@@ -358,6 +359,23 @@ def _check_sets(candidates: BatchCandidateSets, ids: NDArray[np.int64], loss_mas
             f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
             " policy did not sample that token"
         )
+
+
+def _sequence_fields(rollouts: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the rollouts' `token_fields` in the form of `collate_rl`'s `sequence_fields`."""
+    fields = [getattr(one, "token_fields", {}) for one in rollouts]
+    for i, one in enumerate(fields):
+        if one.keys() != fields[0].keys():
+            raise InvalidInputError(
+                f"rollouts[{i}].token_fields: got {[*one]}, expected {[*fields[0]]}, as in rollouts[0]"
+            )
+        for name, field in one.items():
+            if field.start:
+                raise InvalidInputError(
+                    f"rollouts[{i}].token_fields: {name}: got rows from position {field.start} on, expected"
+                    " them from 0 on"
+                )
+    return {name: [one[name].values for one in fields] for name in fields[0]}
 
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:

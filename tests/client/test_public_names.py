@@ -18,11 +18,11 @@ PACKAGES = [
 
 PUBLIC_NAMES = [
     *("AsyncRolloutClient", "RolloutClient", "WeightPusher"),
-    *("Rollout", "RolloutWriter", "Score", "ScoredRollout", "TrainerScores"),
+    *("Rollout", "RolloutWriter", "Score", "ScoredRollout", "TokenField", "TrainerScores"),
     *("add_trainer_columns", "load_rollouts", "load_scored_rollouts", "save_rollouts"),
     # Types in signatures.
     *("GenerateOptions", "OnAbort", "OnTimeout", "PauseMode", "Prompts", "SamplingParams", "ScoreOptions"),
-    *("Sequences", "Start", "TopLogprobsP", "TopLogprobsSource", "Transport"),
+    *("ReturnField", "Sequences", "Start", "TopLogprobsP", "TopLogprobsSource", "Transport"),
 ]
 
 

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.tiny_model import make_tiny_model
+from sglang_topp.batch import collate_rollouts
+from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_patches.releases import Feature
 from tests.engine.candidate_set_checks import checked_sets
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.pushed_weights import restore_weights, versions_of
 from tests.engine.requests_during_push import InFlight, Scoring
-from tests.engine.start_servers import Engine, chunks_of, run_engine
+from tests.engine.start_servers import Engine, chunks_of, run_engine, run_sidecar
 from tests.skip_missing_features import skip_without
 
 skip_without(Feature.ROUTES)
@@ -113,8 +116,18 @@ def check_routes(answer: dict[str, Any], models: dict[str, Any], start: int = 0)
         each token's version.
     """
     versions = versions_of(answer)
-    prompt, output = answer["prompt_token_ids"], answer["output_ids"]
-    rows = routes_of(answer)
+    check_rows(routes_of(answer), answer["prompt_token_ids"], answer["output_ids"], versions, models, start)
+    return versions
+
+
+def check_rows(
+    rows: np.ndarray,
+    prompt: list[int],
+    output: list[int],
+    versions: Sequence[str],
+    models: dict[str, Any],
+    start: int = 0,
+) -> None:
     assert rows.shape == (max(len(prompt) + len(output) - 1 - start, 0), LAYERS, TOP_K)
     position = np.arange(start, start + len(rows))
     of_row = np.array(versions)[np.maximum(position - (len(prompt) - 1), 0)]
@@ -130,7 +143,6 @@ def check_routes(answer: dict[str, Any], models: dict[str, Any], start: int = 0)
         np.testing.assert_array_equal(rows[sure], expected[sure])
         num_checked += sure.sum()
     assert num_checked >= 0.99 * rows[..., 0].size - 1
-    return versions
 
 
 def test_rows_are_the_routers_choice(moe_engine: Engine, models: dict[str, Any]) -> None:
@@ -289,6 +301,71 @@ async def test_a_prompt_that_two_weights_prefilled_is_an_error(
     reason = chunks_of(answer.content)[-1]["meta_info"]["finish_reason"]
     assert (reason["type"], reason["status_code"]) == ("abort", 503)
     assert "weights were pushed while the prompt was prefilled" in reason["message"]
+
+
+def check_rollout(rollout: Rollout, models: dict[str, Any]) -> None:
+    field = rollout.token_fields["routed_experts"]
+    assert (field.start, field.values.dtype) == (0, np.uint8)
+    prompt, output = rollout.prompt_ids.tolist(), rollout.output_ids.tolist()
+    versions = rollout.weight_versions
+    assert versions is not None
+    # Appended tokens have no version; their rows come with the next turn.
+    names = list(versions)
+    for t in reversed(range(len(names))):
+        names[t] = names[t] or names[t + 1]
+    check_rows(np.sort(field.values.astype(np.int32), -1), prompt, output, names, models)
+
+
+FIELDS: Any = {"top_logprobs_p": P, "return_fields": ["routed_experts"]}
+SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("through", ["engine", "sidecar"])
+async def test_rollouts_have_them(moe_engine: Engine, models: dict[str, Any], through: str) -> None:
+    """Whole, cut and resumed, extended by a tool, and as a batch for a trainer."""
+    async with AsyncExitStack() as stack:
+        url = moe_engine.url if through == "engine" else stack.enter_context(run_sidecar(moe_engine.url))
+        client = await stack.enter_async_context(AsyncRolloutClient(url))
+        wholes = await client.generate(PROMPTS, {**SAMPLING, "n": 2}, **FIELDS)
+        cut = await client.generate(PROMPTS, {**SAMPLING, "max_new_tokens": 5}, **FIELDS)
+        nothing = await client.generate(PROMPTS, {**SAMPLING, "max_new_tokens": 0}, **FIELDS)
+        resumed = await client.resume([*cut, *nothing], SAMPLING)
+        turns = await client.resume([one.extend([65, 66, 67]) for one in wholes], SAMPLING)
+        (plain,) = await client.generate([[104]], SAMPLING, top_logprobs_p=P)
+    assert plain.token_fields == {}
+    for rollout in (*wholes, *resumed, *turns):
+        check_rollout(rollout, models)
+    for part, rollout in zip(cut, resumed, strict=False):
+        known = part.token_fields["routed_experts"].values
+        np.testing.assert_array_equal(rollout.token_fields["routed_experts"].values[: len(known)], known)
+    batch: Any = collate_rollouts(turns, [1.0] * len(turns), pad_token_id=0)
+    assert batch["routed_experts"].shape == (*batch["sequences"].shape, LAYERS, TOP_K)
+    for i, rollout in enumerate(turns):
+        values = rollout.token_fields["routed_experts"].values
+        np.testing.assert_array_equal(batch["routed_experts"][i, -len(values) - 1 : -1].numpy(), values)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.usefixtures("as_before")
+async def test_rollouts_over_a_push(
+    moe_engine: Engine, moe_folders: dict[str, Path], models: dict[str, Any], mode: str
+) -> None:
+    """The client resumes what the pause aborts; one may have no token yet."""
+    version = "gate-1" if mode == "in_place" else "other-1"
+    async with InFlight.at(moe_engine.url) as requests, AsyncRolloutClient(moe_engine.url) as client:
+        requests.send("clock", **asking([99], 3000, stream=True, resumed_tokens=0))
+        await requests.move("clock", 4)
+        sampling = {**SAMPLING, "max_new_tokens": 3 * LENGTH}
+        sending = asyncio.create_task(client.generate(PROMPTS, sampling, on_abort="resume", **FIELDS))
+        await requests.arrive(len(PROMPTS))
+        await requests.pause(mode)
+        await requests.push(moe_folders[version], version, flush_cache=mode == "abort")
+        await requests.go_on()
+        rollouts = await sending
+        await requests.order("/abort_request", abort_all=True)
+    for rollout in rollouts:
+        check_rollout(rollout, models)
+    assert any(version in (rollout.weight_versions or ()) for rollout in rollouts)
 
 
 def test_a_server_that_records_none_refuses(engine: Engine) -> None:

@@ -85,6 +85,7 @@ OPTIONAL = {
     "appended_spans",
     "routing_key",
     "sampling_params",
+    "token_fields",
     "top_logprobs_p",
     "top_logprobs_source",
     "weight_versions",

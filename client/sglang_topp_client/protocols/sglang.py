@@ -35,6 +35,7 @@ from typing import Annotated, Any, Required, TypedDict
 
 import msgspec
 import numpy as np
+import pybase64
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp.engine_contract import RESUMED
@@ -47,7 +48,14 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.checks import MAX_BODY_CHARS, decode_json, fresh_id, parse_token_ids, truncate
+from sglang_topp_client.checks import (
+    MAX_BODY_CHARS,
+    convert,
+    decode_json,
+    fresh_id,
+    parse_token_ids,
+    truncate,
+)
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source, empty_rollout
 from sglang_topp_client.rollout import (
     ABORT,
@@ -57,9 +65,11 @@ from sglang_topp_client.rollout import (
     Logprobs,
     Rollout,
     Score,
+    TokenField,
     TokenIds,
     WeightSpan,
     check_result,
+    read_array,
     read_spans,
 )
 from sglang_topp_client.wire.error_json import class_of_status
@@ -94,6 +104,8 @@ class _MetaInfo(TypedDict, total=False):
     weight_version: str | int | None
     weight_versions: list[WeightSpan] | None
     resumed_tokens: Any
+    routed_experts: Any
+    routed_experts_shape: Any
     output_token_logprobs: list[TokenLogprob]
     input_token_logprobs: list[TokenLogprob]
     top_logprobs_source: Any
@@ -164,6 +176,8 @@ class SglangExchange:
             body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
         elif wanted.top_logprobs_source is not None:
             body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
+        if wanted.return_fields:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": wanted.fields_start}
         if wanted.resumed_tokens is not None:
             body[RESUMED] = wanted.resumed_tokens
         return body
@@ -289,9 +303,21 @@ def _rollout(wanted: SampleRequest, sample: int, chunks: list[_Chunk]) -> Rollou
         latency_s=max(meta_info["e2e_latency"], 0.0),
         top_logprobs_source=wanted.top_logprobs_source,
         weight_spans=weight_spans,
+        token_fields={name: _token_field(name, meta_info, wanted) for name in wanted.return_fields},
     )
     check_result(rollout, p=wanted.top_logprobs_p)
     return rollout
+
+
+def _token_field(name: str, meta_info: _MetaInfo, wanted: SampleRequest) -> TokenField:
+    fields: Any = meta_info
+    _require(meta_info, name, f"{name}_shape")
+    try:
+        shape = convert(fields[f"{name}_shape"], list[Count], field=f"{name}_shape")
+        raw = pybase64.b64decode(fields[name], validate=True)
+        return TokenField.of(read_array(raw, shape, "int32"), wanted.fields_start)
+    except (TypeError, ValueError) as error:
+        raise WireError(name, str(error)) from None
 
 
 def _prompt_ids(wanted: SampleRequest, last: _Chunk) -> TokenIds:

@@ -3,7 +3,8 @@
 Request to `/rollouts`::
 
     {"prompts": [...], "sampling_params": {...}, "top_logprobs_p": p | null, "top_logprobs_source": "sampler",
-     "on_abort": "return", "resumed_tokens": [k], "request_id": "...", "timeout_s": seconds | null,
+     "on_abort": "return", "resumed_tokens": [k], "return_fields": ["routed_experts"], "fields_start": [0],
+     "request_id": "...", "timeout_s": seconds | null,
      "stream": true}
 
 The number `k` counts the tokens at the prompt's end that an earlier request generated. Request to `/scores`::
@@ -82,6 +83,8 @@ class SidecarExchange:
         body["sampling_params"] = {**wanted.sampling_params, "n": len(wanted.samples)}
         if wanted.top_logprobs_source == SAMPLER:
             body["top_logprobs_source"] = SAMPLER
+        if wanted.return_fields:
+            body |= {"return_fields": [*wanted.return_fields], "fields_start": [wanted.fields_start]}
         if wanted.is_interruptible:
             body["on_abort"] = "return"
         if wanted.resumed_tokens:
@@ -136,6 +139,11 @@ class SidecarExchange:
                 "candidates", "the response holds none, though they were asked for"
             )
         if isinstance(result, Rollout):
+            if set(result.token_fields) != set(wanted.return_fields):
+                got = [*result.token_fields]
+                raise WireError(
+                    "token_fields", f"got {got}, expected {[*wanted.return_fields]}, as requested"
+                )
             sample, placed = self._place_rollout(result)
             self._finished.add(sample)
             return sample, placed

@@ -10,6 +10,8 @@ One row of the table is one rollout. Each field that `Rollout` declares is a col
     weight_versions                 list<struct<version: string, start: int32, end: int32>>, or null
     sampling_params                 string, a JSON object, or null
     appended_spans                  list<struct<start: int32, end: int32>>
+    token_fields                    list<struct<name: string, data: binary, shape: list<int32>, start: int32,
+                                    dtype: string>>; `data` is little-endian and in C order
 
 The sampled ids can differ from `output_ids`, because an empty set may have the sampled id `NO_TOKEN`.
 
@@ -43,10 +45,15 @@ from sglang_topp_client.rollout import (
     Rollout,
     Seconds,
     Source,
+    TokenField,
+    TokenFieldLayout,
+    TokenFields,
     TokenIds,
     TokenRanges,
     WeightSpans,
     find_problems,
+    layout_of,
+    read_array,
     write_spans,
 )
 
@@ -70,6 +77,26 @@ def _whole(name: str, kind: Any) -> Any:
 
 def _struct(**kinds: Any) -> Any:
     return pyarrow().struct([_whole(name, kind) for name, kind in kinds.items()])
+
+
+def _write_fields(fields: TokenFields) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "data": one.to_bytes(),
+            **layout_of(one),
+        }
+        for name, one in fields.items()
+    ]
+
+
+def _read_fields(stored: Any) -> TokenFields:
+    fields = {}
+    for one in stored.as_py():
+        name, data = one.pop("name"), one.pop("data")
+        layout = convert(one, TokenFieldLayout, field=f"token_fields.{name}")
+        fields[name] = TokenField(read_array(data, layout.shape, layout.dtype), layout.start)
+    return fields
 
 
 class _Column(NamedTuple):
@@ -116,6 +143,19 @@ _COLUMNS: dict[Any, _Column] = {
         lambda ranges: [{"start": start, "end": end} for start, end in ranges],
         lambda ranges: tuple((one["start"], one["end"]) for one in ranges.as_py()),
     ),
+    TokenFields: _Column(
+        lambda: _list_of(
+            _struct(
+                name=pyarrow().string(),
+                data=pyarrow().binary(),
+                shape=_list_of(pyarrow().int32()),
+                start=pyarrow().int32(),
+                dtype=pyarrow().string(),
+            )
+        ),
+        _write_fields,
+        _read_fields,
+    ),
     Mapping[str, Any]: _Column(
         lambda: pyarrow().string(),
         lambda params: json.dumps(params, ensure_ascii=False),
@@ -123,7 +163,7 @@ _COLUMNS: dict[Any, _Column] = {
     ),
 }
 _ROLLOUT = tuple((field, _COLUMNS[field.type]) for field in FIELDS[Rollout])
-_PLAIN = tuple(field for field in FIELDS[Rollout] if field.type not in (*_ARRAYS, CandidateSets))
+_PLAIN = tuple(field for field in FIELDS[Rollout] if field.type not in (*_ARRAYS, CandidateSets, TokenFields))
 _PLAIN_TYPES = msgspec.defstruct(
     "Rollout", [(one.name, one.type | None if one.is_optional else one.type) for one in _PLAIN]
 )
@@ -157,6 +197,10 @@ def check_rollout(rollout: Rollout) -> None:
     for field in FIELDS[Rollout]:
         if field.type in _ARRAYS:
             _check_array(field.name, getattr(rollout, field.name), _ARRAYS[field.type])
+    for name, one in rollout.token_fields.items():
+        if one.values.dtype.name not in ("uint8", "uint16", "uint32") or one.start < 0:
+            got = f"{one.values.dtype} from position {one.start} on"
+            raise InvalidInputError(f"token_fields: {name}: got {got}, expected unsigned integers")
     for name, problem in find_problems(rollout):
         raise InvalidInputError(f"{name}: {problem}")
     if (sets := rollout.candidates) is not None and len(sets.token_ids) > _MAX_ENTRIES:
@@ -177,7 +221,8 @@ def num_bytes_of(rollout: Rollout) -> int:
     sets = rollout.candidates
     num_tokens = len(rollout.prompt_ids) + 2 * len(rollout.output_ids)
     num_candidates = 0 if sets is None else len(sets) + len(sets.token_ids) * (2 if sets.has_logprobs else 1)
-    return 4 * (num_tokens + num_candidates) + len(rollout.text)
+    in_fields = sum(one.values.nbytes for one in rollout.token_fields.values())
+    return 4 * (num_tokens + num_candidates) + len(rollout.text) + in_fields
 
 
 def to_batch(rollouts: Sequence[Rollout]) -> Any:
@@ -308,6 +353,8 @@ def _family(kind: Any) -> str | None:
     types = pyarrow().types
     if types.is_integer(kind) or types.is_floating(kind):
         return "number"
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return "bytes"
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     return "text" if is_text else None
 

@@ -166,8 +166,11 @@ def read_batches(
     for path in files:
         with open(path, "rb") as file, reading(path):
             parquet = pa.parquet.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
-            for group in range(parquet.num_row_groups):
-                end = start + parquet.metadata.row_group(group).num_rows
+            counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+            if sum(counts) != parquet.metadata.num_rows:  # Parquet's footer has no checksum
+                raise WireError(path, f"got {sum(counts)} rollouts, expected {parquet.metadata.num_rows}")
+            for group, count in enumerate(counts):
+                end = start + count
                 if wanted is None or any(start <= row < end for row in wanted):
                     at = start
                     for batch in parquet.iter_batches(_MAX_ROWS, row_groups=[group], columns=columns):

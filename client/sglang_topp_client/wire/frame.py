@@ -5,14 +5,13 @@ numbers in the content are little-endian. The content has these parts::
 
     4 bytes     the length of the JSON, uint32
     …           the JSON object
-    …           the arrays, int32 or float32, with lengths that the reader knows from the JSON
+    …           the arrays, of 1, 2, or 4 bytes a number, with lengths that the reader knows from the JSON
 
-An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into four byte planes: the
-first byte of every number, then the second byte of every number, and so on. Byte planes compress better than
-whole numbers. For ids and set sizes, the byte planes of the high bytes hold mostly zeros. For log-probs, one
-byte plane holds mostly exponent bits. All other byte planes are nearly random, and no Zstandard level
-compresses them well. A slow level therefore saves little more than a fast one
-(`benchmarks/rollout_encoding.py`).
+An array is cut into blocks of 65,536 numbers. The bytes of a block are transposed into byte planes: the first
+byte of every number, then the second byte of every number, and so on. Byte planes compress better than whole
+numbers. For ids and set sizes, the byte planes of the high bytes hold mostly zeros. For log-probs, one byte
+plane holds mostly exponent bits. All other byte planes are nearly random, and no Zstandard level compresses
+them well. A slow level therefore saves little more than a fast one (`benchmarks/rollout_encoding.py`).
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ _BLOCK = 1 << 16
 
 
 def encode_frame(record: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> bytes:
-    """Encode a JSON-serializable object and one-dimensional arrays of int32 or float32 as a frame."""
+    """Encode a JSON-serializable object and one-dimensional arrays of numbers as a frame."""
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
     numbers = list(arrays)
     num_bytes = _JSON_BYTES.size + len(text) + sum(array.nbytes for array in numbers)
     compressor = zstandard.ZstdCompressor(_LEVEL, write_checksum=True).compressobj(size=num_bytes)
     parts = [compressor.compress(_JSON_BYTES.pack(len(text)) + text)]
     for array in numbers:
-        in_bytes = array.astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(-1, 4)
+        in_bytes = array.astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+        in_bytes = in_bytes.reshape(-1, array.itemsize)
         for start in range(0, len(array), _BLOCK):
             planes = np.ascontiguousarray(in_bytes[start : start + _BLOCK].T)
             parts.append(compressor.compress(planes.data))
@@ -78,11 +78,12 @@ class FrameReader:
 
     def read(self, dtype: np.dtype[Any], count: int, what: str) -> NDArray[Any]:
         """Read the frame's next `count` numbers as a read-only array, which errors call `what`."""
-        planes = np.frombuffer(self._take(4 * count, what), np.uint8)
-        in_bytes = np.empty((count, 4), np.uint8)
+        size = dtype.itemsize
+        planes = np.frombuffer(self._take(size * count, what), np.uint8)
+        in_bytes = np.empty((count, size), np.uint8)
         for start in range(0, count, _BLOCK):
             block = in_bytes[start : start + _BLOCK]
-            block[...] = planes[4 * start : 4 * (start + len(block))].reshape(4, -1).T
+            block[...] = planes[size * start : size * (start + len(block))].reshape(size, -1).T
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
         values.flags.writeable = False  # arrays that are decoded from base64 are also read-only
         return values

@@ -6,15 +6,16 @@ in JSON, except for the types in `_JSON`: token ids are lists, log-probs are bas
 candidate sets are base64 of `sglang_topp.formats.pack`, `weight_spans` are SGLang's `weight_versions`, and
 seconds are in `timing`.
 
-A frame (`frame.py`) holds the record's JSON without arrays and sets, then the token ids, the log-probs, and
-the candidate sets, in this order.
+A frame (`frame.py`) holds the record's JSON without arrays and sets, then the token ids, the log-probs, the
+candidate sets, and the fields of tokens, in this order.
 """
 
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, replace
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -34,10 +35,16 @@ from sglang_topp_client.rollout import (
     Rollout,
     Score,
     Seconds,
+    TokenField,
+    TokenFieldLayout,
+    TokenFieldRecord,
+    TokenFields,
     TokenIds,
     WeightSpan,
     WeightSpans,
     check_result,
+    layout_of,
+    read_array,
     read_spans,
     scored_ids,
     write_spans,
@@ -54,7 +61,7 @@ Each message holds a result as a frame, or a JSON object.
 """
 
 _Result = TypeVar("_Result", Rollout, Score)
-_NUM_CANDIDATES = "num_candidates"
+_NUM_CANDIDATES, _TOKEN_FIELDS = "num_candidates", "token_fields"
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
@@ -73,6 +80,25 @@ def _read_logprobs(field: str, text: str) -> Logprobs:
     if len(raw) % FLOAT32.itemsize:
         raise WireError(field, f"got {len(raw)} bytes, expected a multiple of {FLOAT32.itemsize}")
     return np.frombuffer(raw, FLOAT32).astype(np.float32, copy=False)
+
+
+def _write_fields(fields: TokenFields) -> dict[str, Any]:
+    return {
+        name: {"data": pybase64.b64encode(one.to_bytes()).decode("ascii"), **layout_of(one)}
+        for name, one in fields.items()
+    }
+
+
+def _read_fields(field: str, records: Mapping[str, TokenFieldRecord]) -> TokenFields:
+    try:
+        return {
+            name: TokenField(
+                read_array(pybase64.b64decode(one.data, validate=True), one.shape, one.dtype), one.start
+            )
+            for name, one in records.items()
+        }
+    except (binascii.Error, ValueError) as error:
+        raise WireError(field, str(error)) from None
 
 
 class JsonField(NamedTuple):
@@ -111,8 +137,9 @@ _JSON: dict[Any, JsonField] = {
         Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
     ),
     WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+    TokenFields: JsonField(dict[str, TokenFieldRecord], _write_fields, _read_fields),
 }
-_ARRAYS = (TokenIds, Logprobs, CandidateSets)
+_ARRAYS = (TokenIds, Logprobs, CandidateSets, TokenFields)
 
 
 def _json_fields(result: type[Rollout | Score]) -> tuple[tuple[Field, JsonField], ...]:
@@ -133,6 +160,8 @@ def _record_type(result: type[Rollout | Score], *, framed: bool) -> type[msgspec
     for field, in_json in JSON_FIELDS[result]:
         if field.count_name:
             declared.append((field.count_name, Count))
+        if framed and field.type == TokenFields:
+            declared.append((in_json.name, dict[str, TokenFieldLayout], {}))
         if framed and field.type in _ARRAYS:
             continue
         kind = in_json.json | None if field.is_optional else in_json.json
@@ -152,6 +181,8 @@ def to_record(result: Rollout | Score, *, framed: bool = False) -> dict[str, Any
         value = getattr(result, field.name)
         if field.count_name:
             record[field.count_name] = len(value)
+        if framed and field.type == TokenFields:
+            record[in_json.name] = {name: layout_of(one) for name, one in value.items()}
         if not framed or field.type not in _ARRAYS:
             record[in_json.name] = None if value is None else in_json.write(value)
     return record
@@ -190,6 +221,8 @@ def to_frame(result: Rollout | Score) -> bytes:
     arrays.append(result.logprobs)
     if sets is not None:
         arrays += [sets.sizes.astype(np.int32), sets.token_ids, sets.logprobs]
+    if isinstance(result, Rollout):
+        arrays += [one.values.reshape(-1) for one in result.token_fields.values()]
     return encode_frame(record | {_NUM_CANDIDATES: None if sets is None else len(sets.token_ids)}, arrays)
 
 
@@ -225,8 +258,13 @@ def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int, p: float | 
         names = ("token_ids", "logprobs", "offsets", "sampled_ids")
         with renaming_errors({name: f"candidates.{name}" for name in names}):
             sets = CandidateSets(token_ids, candidate_logprobs, offsets_of(sizes), scored)
+    fields = {}
+    for name, one in getattr(row, _TOKEN_FIELDS, {}).items():
+        flat = frame.read(np.dtype(one.dtype).newbyteorder("<"), prod(one.shape), name)
+        fields[name] = TokenField(flat.reshape(one.shape), one.start)
     frame.end()
-    decoded = replace(bare, logprobs=logprobs, candidates=sets)
+    more: Any = {_TOKEN_FIELDS: fields} if fields else {}  # a score has none
+    decoded = replace(bare, logprobs=logprobs, candidates=sets, **more)
     check_result(decoded, p=p)
     return decoded
 

@@ -138,6 +138,8 @@ def test_openapi_shows_the_request_and_the_records(sidecar):
         "top_logprobs_source",
         "on_abort",
         "resumed_tokens",
+        "return_fields",
+        "fields_start",
         "stream",
         "request_id",
         "timeout_s",
