@@ -1,11 +1,15 @@
 """Bodies of `POST /rollouts`: every accepted form, and errors that name the field."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sglang_topp.errors import BadRequestError, SglangToppError
+from sglang_topp_client import Rollout, TokenField
 from sglang_topp_server.error_responses import http_status
+from sglang_topp_server.limits import num_bytes_of
 from sglang_topp_server.requests import parse_rollouts
 from sglang_topp_server.settings import Limits
 
@@ -22,6 +26,56 @@ def test_every_way_to_give_one_prompt(prompts):
     assert one.prompt in ("a", [97])
     assert one.samples == (0,)
     assert one.top_logprobs_p is None
+
+
+def test_fields_of_tokens_and_where_they_begin():
+    fields = {"prompts": [[1, 2], [3]], "top_logprobs_p": 0.9, "return_fields": ["routed_experts"]}
+    assert [
+        (one.return_fields, one.fields_start) for one in parse(**fields, fields_start=[2, None]).wanted
+    ] == [
+        (("routed_experts",), 2),
+        (("routed_experts",), 0),
+    ]
+    assert {one.fields_start for one in parse(**fields, fields_start=1).wanted} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"return_fields": ["other"]}, "return_fields"),
+        ({"return_fields": ["routed_experts"], "top_logprobs_p": None}, "for prompt 0 without sets"),
+        ({"fields_start": -1}, "fields_start: got -1"),
+        ({"fields_start": 3}, "fields_start: got 3 with 2 ids"),
+        ({"fields_start": [0, 0]}, "fields_start: got 2 values for 1 prompts"),
+        ({"prompts": "a", "fields_start": 1}, "fields_start: got 1 with a text"),
+        ({"prompts": None, "rollouts": [], "fields_start": 1}, "fields_start: got fields_start and rollouts"),
+    ],
+)
+def test_fields_of_tokens_that_do_not_fit(fields, words):
+    body = {"prompts": [[1, 2]], "top_logprobs_p": 0.9, **fields}
+    with pytest.raises(SglangToppError) as raised:
+        parse(**body)
+    assert http_status(raised.value) == 400
+    assert words in str(raised.value)
+
+
+def test_fields_of_tokens_count_as_memory():
+    made = Rollout(
+        0,
+        0,
+        "r",
+        np.array([1], np.int32),
+        np.array([2], np.int32),
+        "",
+        np.zeros(1, np.float32),
+        None,
+        "stop",
+        "",
+        0,
+        0.0,
+    )
+    fields = {"routed_experts": TokenField(np.zeros((1, 48, 8), np.uint8), 0)}
+    assert num_bytes_of(replace(made, token_fields=fields)) == num_bytes_of(made) + 384
 
 
 @pytest.mark.parametrize("prompts", [[CHAT], [[CHAT]]])
