@@ -144,7 +144,7 @@ def show_positions(rollout: Rollout, count: int) -> None:
         sampled_at = token_ids.tolist().index(sampled)
         if sampled_at >= 6:
             more = ["…", shown[sampled_at], *more]
-        print(f"{t:>8}  {np.exp(rollout.candidates.logprob_sum[t]):>9.4f}  {'  '.join(shown[:6] + more)}")
+        print(f"{t:>8}  {np.exp(rollout.candidates.log_kept_mass[t]):>9.4f}  {'  '.join(shown[:6] + more)}")
 
 
 def show_sizes(rollouts: list[Rollout]) -> None:
