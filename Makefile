@@ -8,7 +8,7 @@ export TRANSFORMERS_OFFLINE := 1
 # The first import of a module caches its bytecode. Without this cache, SGLang's import takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint docs pictures dist bench soak matrix seams integrations lock lock-releases lock-integrations clean
+.PHONY: setup demo test lint docs pictures dist bench soak matrix seams integrations megatron lock lock-releases lock-integrations clean
 
 setup: .venv/.complete
 
@@ -80,6 +80,18 @@ VERL_PYTHON := .integrations/bin/python
 	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --no-deps --no-build-isolation --editable .
 	touch $@
 
+# The adapter for Megatron on Megatron-core itself, over CPU processes: an environment of 5 GB, without SGLang.
+megatron: .megatron/.complete
+	.megatron/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/megatron
+
+MEGATRON_PYTHON := .megatron/bin/python
+.megatron/.complete: integrations/megatron.lock | .venv/.complete
+	rm -rf .megatron
+	$(BIN)/uv venv --quiet --no-python-downloads --python 3.12 .megatron
+	$(BIN)/uv pip install --quiet --python $(MEGATRON_PYTHON) --no-deps --require-hashes -r integrations/megatron.lock
+	$(BIN)/uv pip install --quiet --python $(MEGATRON_PYTHON) --no-deps --no-build-isolation --editable .
+	touch $@
+
 demo: setup
 	$(BIN)/python examples/rollout_loop.py
 
@@ -100,6 +112,9 @@ lock-integrations: setup
 	  --override integrations/verl-overrides.txt --only-binary :all: --no-binary antlr4-python3-runtime \
 	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet --upgrade \
 	  --output-file integrations/verl.lock
+	$(BIN)/uv pip compile pyproject.toml --extra torch --group megatron --constraint requirements.lock \
+	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet \
+	  --output-file integrations/megatron.lock
 
 clean:
-	rm -rf .venv .matrix .integrations
+	rm -rf .venv .matrix .integrations .megatron

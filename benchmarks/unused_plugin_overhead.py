@@ -1,8 +1,9 @@
 """Benchmark of the time that the installed plugin adds to requests that ask for no candidate sets.
 
-The benchmark runs two servers of the installed SGLang: one with the plugin, and one whose `SGLANG_PLUGINS`
-excludes the plugin. In each round, each server answers the same 32 concurrent requests for 32 tokens each.
-While one server is timed, the other is idle. The vocabulary has 151,936 tokens. Results for older SGLang
+The benchmark runs three servers of the installed SGLang: one with the plugin, and two whose `SGLANG_PLUGINS`
+excludes it. The two are equal, so their ratio shows how much one process differs from another by chance. In
+each round, each server answers the same 32 concurrent requests for 32 tokens each. While one server is timed,
+the others are idle. The vocabulary has 151,936 tokens. Results for older SGLang
 releases are kept as `results/unused_plugin_overhead_RELEASE.json`.
 """
 
@@ -46,6 +47,7 @@ def run() -> None:
         model = make_tiny_model(Path(folder) / "model", vocab_size=151_936, logit_std=7.0)
         with (
             run_engine(model, Path(folder) / "alone.log", env=WITHOUT_PLUGIN) as alone,
+            run_engine(model, Path(folder) / "another.log", env=WITHOUT_PLUGIN) as another,
             run_engine(model, Path(folder) / "installed.log") as installed,
         ):
             for title, body in (("plain", {}), ("return_logprob", {"return_logprob": True})):
@@ -53,6 +55,7 @@ def run() -> None:
                     f"{title}, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
                     {
                         "SGLang alone": sending(alone.url, body),
+                        "SGLang alone, another process": sending(another.url, body),
                         "with the plugin, unused": sending(installed.url, body),
                     },
                     rounds=9,

@@ -3,71 +3,57 @@
 The package also exports every exception class. The module `sglang_topp.errors` documents the exceptions.
 """
 
-from sglang_topp.errors import (
-    AbortedError,
-    AuthenticationError,
-    BadRequestError,
-    InvalidCandidateSetsError,
-    InvalidInputError,
-    MissingCandidateSetsError,
-    OverloadedError,
-    PatchError,
-    RequestError,
-    RequestTimeoutError,
-    ResponseError,
-    RolloutError,
-    SampledTokenMissingError,
-    ServerError,
-    SglangToppError,
-    TransportError,
-    WeightPushError,
-    WireError,
-)
+from sglang_topp import errors
+from sglang_topp.errors import *  # noqa: F403
 from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions, ScoreOptions
+from sglang_topp_client.requests import (
+    OnAbort,
+    OnTimeout,
+    Prompts,
+    SamplingParams,
+    Sequences,
+    Start,
+    TopLogprobsP,
+    TopLogprobsSource,
+)
 from sglang_topp_client.rollout import Rollout, Score
+from sglang_topp_client.storage.parquet_columns import TrainerScores
 from sglang_topp_client.storage.parquet_files import (
     RolloutWriter,
     ScoredRollout,
-    TrainerScores,
     add_trainer_columns,
     load_rollouts,
     load_scored_rollouts,
     save_rollouts,
 )
 from sglang_topp_client.sync_client import RolloutClient
+from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = [
-    "AbortedError",
     "AsyncRolloutClient",
-    "AuthenticationError",
-    "BadRequestError",
     "GenerateOptions",
-    "InvalidCandidateSetsError",
-    "InvalidInputError",
-    "MissingCandidateSetsError",
-    "OverloadedError",
-    "PatchError",
-    "RequestError",
-    "RequestTimeoutError",
-    "ResponseError",
+    "OnAbort",
+    "OnTimeout",
+    "PauseMode",
+    "Prompts",
     "Rollout",
     "RolloutClient",
-    "RolloutError",
     "RolloutWriter",
-    "SampledTokenMissingError",
+    "SamplingParams",
     "Score",
     "ScoreOptions",
     "ScoredRollout",
-    "ServerError",
-    "SglangToppError",
+    "Sequences",
+    "Start",
+    "TopLogprobsP",
+    "TopLogprobsSource",
     "TrainerScores",
-    "TransportError",
-    "WeightPushError",
+    "Transport",
     "WeightPusher",
-    "WireError",
     "add_trainer_columns",
     "load_rollouts",
     "load_scored_rollouts",
     "save_rollouts",
 ]
+__all__ += errors.__all__

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, Unpack, overload
 
-from sglang_topp.errors import InvalidInputError, SglangToppError, describe
-from sglang_topp_client.argument_checks import (
-    check_bool,
-    check_choice,
-    check_request_id,
-    seconds,
-    whole_number,
-)
+from sglang_topp.errors import InvalidInputError, SglangToppError
+from sglang_topp_client.checks import check_choice, check_request_id, seconds, whole_number
 from sglang_topp_client.requests import (
+    OnAbort,
+    OnTimeout,
     Prompts,
     SampleRequest,
     SamplingParams,
@@ -29,19 +24,19 @@ from sglang_topp_client.requests import (
     Start,
     TopLogprobsP,
     TopLogprobsSource,
+    mark_interruptible,
     plan,
+    plan_resume,
     plan_scores,
 )
-from sglang_topp_client.resume import OnAbort, OnTimeout, mark_interruptible, plan_resume
 from sglang_topp_client.rollout import Rollout, Score
-from sglang_topp_client.run import RunOptions
-from sglang_topp_client.runs import Runs
+from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.server_config import ServerConfig, check_key, server_urls
-from sglang_topp_client.weight_push.engine_control import PauseMode, Transport
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient", "GenerateOptions", "ScoreOptions"]
 
+_P = ParamSpec("_P")
 DEFAULT_TIMEOUT_S = 4 * 3600.0
 """The default `timeout_s` of `generate`, `resume`, and `score`: four hours, longer than most batches take."""
 
@@ -68,6 +63,18 @@ class ScoreOptions(CallOptions, total=False):
 
     start: Start
     on_abort: Literal["raise", "resume"]
+
+
+def _delegating(
+    method: Callable[Concatenate[WeightPusher, _P], Coroutine[Any, Any, None]],
+) -> Callable[Concatenate[AsyncRolloutClient, _P], Coroutine[Any, Any, None]]:
+    """Return a method of the client that calls one of its WeightPusher, with the same arguments."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncRolloutClient, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        await method(self._weights, *args, **kwargs)
+
+    return call
 
 
 class AsyncRolloutClient:
@@ -153,7 +160,12 @@ class AsyncRolloutClient:
                 f"ssl: got TLS settings, but no address begins with https://: {', '.join(addresses)}"
             )
         self._kind, self._max_retries = kind, max_retries
-        self._runs = Runs(self._configs, kind=None if kind == "auto" else kind, max_retries=max_retries)
+        self._runs = Runs(
+            self._configs,
+            kind=None if kind == "auto" else kind,
+            max_retries=max_retries,
+            pauses=self._weights.pauses,
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._configs[0].ssl is not None:
@@ -181,12 +193,7 @@ class AsyncRolloutClient:
 
     @overload
     async def generate(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompts, sampling_params: SamplingParams = None, **options: Unpack[GenerateOptions]
     ) -> list[Rollout]: ...
 
     @overload
@@ -200,12 +207,7 @@ class AsyncRolloutClient:
     ) -> list[Rollout | SglangToppError]: ...
 
     async def generate(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: bool = False,
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompts, sampling_params: SamplingParams = None, **options: Any
     ) -> list[Any]:
         """Generate samples for every prompt, and return all samples.
 
@@ -272,18 +274,11 @@ class AsyncRolloutClient:
             WireError: any other part of the answer is missing, is malformed, or contradicts the request.
         """
         requests = _plan(prompts, sampling_params, options)
-        return await self._runs.gather(
-            requests, self._options("generate", options, DEFAULT_TIMEOUT_S, return_exceptions)
-        )
+        return await self._runs.gather(requests, self._options("generate", options))
 
     @overload
     def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompts, sampling_params: SamplingParams = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Rollout, None]: ...
 
     @overload
@@ -297,12 +292,7 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[Rollout | SglangToppError, None]: ...
 
     def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: bool = False,
-        **options: Unpack[GenerateOptions],
+        self, prompts: Prompts, sampling_params: SamplingParams = None, **options: Any
     ) -> AsyncGenerator[Any, None]:
         """Generate samples as `generate` does, but yield each sample as it finishes, in any order.
 
@@ -320,15 +310,13 @@ class AsyncRolloutClient:
         tells the prompt.
         """
         requests = _plan(prompts, sampling_params, options)
-        return self._stream(requests, self._options("stream", options, None, return_exceptions))
+        return self._stream(requests, self._options("stream", options))
 
     @overload
     async def resume(
         self,
         rollouts: Rollout | Sequence[Rollout],
         sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: Literal[False] = False,
         **options: Unpack[GenerateOptions],
     ) -> list[Rollout]: ...
 
@@ -343,12 +331,7 @@ class AsyncRolloutClient:
     ) -> list[Rollout | SglangToppError]: ...
 
     async def resume(
-        self,
-        rollouts: Rollout | Sequence[Rollout],
-        sampling_params: SamplingParams = None,
-        *,
-        return_exceptions: bool = False,
-        **options: Unpack[GenerateOptions],
+        self, rollouts: Rollout | Sequence[Rollout], sampling_params: SamplingParams = None, **options: Any
     ) -> list[Any]:
         """Continue rollouts that were aborted, cut off at `max_new_tokens`, or extended by the caller.
 
@@ -393,7 +376,7 @@ class AsyncRolloutClient:
             mark_interruptible(
                 requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise")
             ),
-            self._options("resume", options, DEFAULT_TIMEOUT_S, return_exceptions),
+            self._options("resume", options),
             dict(enumerate(existing)),
         )
         return [
@@ -406,22 +389,14 @@ class AsyncRolloutClient:
     # -- scores ------------------------------------------------------------------------------------
 
     @overload
-    async def score(
-        self,
-        sequences: Sequences,
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[ScoreOptions],
-    ) -> list[Score]: ...
+    async def score(self, sequences: Sequences, **options: Unpack[ScoreOptions]) -> list[Score]: ...
 
     @overload
     async def score(
         self, sequences: Sequences, *, return_exceptions: bool, **options: Unpack[ScoreOptions]
     ) -> list[Score | SglangToppError]: ...
 
-    async def score(
-        self, sequences: Sequences, *, return_exceptions: bool = False, **options: Unpack[ScoreOptions]
-    ) -> list[Any]:
+    async def score(self, sequences: Sequences, **options: Any) -> list[Any]:
         """Return the log-probs and candidate sets that the engine's model assigns to existing sequences.
 
         The engine generates no token. The engine scores at temperature 1, without penalties, bias, or
@@ -447,23 +422,16 @@ class AsyncRolloutClient:
             The scores in the order of the sequences.
 
         Raises:
-            BadRequestError: the server refuses a sequence, or the sidecar is too old to score. For example,
-                the server refuses a sequence that is longer than the engine's prompt limit (in SGLang 0.5.23,
-                the context length minus 7).
+            BadRequestError: the server refuses a sequence, for example because the sequence is longer than
+                the engine's prompt limit (in SGLang 0.5.23, the context length minus 7).
             SglangToppError: as for `generate`.
         """
         requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return await self._runs.gather(
-            requests, self._options("score", options, DEFAULT_TIMEOUT_S, return_exceptions)
-        )
+        return await self._runs.gather(requests, self._options("score", options))
 
     @overload
     def stream_scores(
-        self,
-        sequences: Sequences,
-        *,
-        return_exceptions: Literal[False] = False,
-        **options: Unpack[ScoreOptions],
+        self, sequences: Sequences, **options: Unpack[ScoreOptions]
     ) -> AsyncGenerator[Score, None]: ...
 
     @overload
@@ -471,12 +439,10 @@ class AsyncRolloutClient:
         self, sequences: Sequences, *, return_exceptions: bool, **options: Unpack[ScoreOptions]
     ) -> AsyncGenerator[Score | SglangToppError, None]: ...
 
-    def stream_scores(
-        self, sequences: Sequences, *, return_exceptions: bool = False, **options: Unpack[ScoreOptions]
-    ) -> AsyncGenerator[Any, None]:
+    def stream_scores(self, sequences: Sequences, **options: Any) -> AsyncGenerator[Any, None]:
         """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
         requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return self._stream(requests, self._options("stream_scores", options, None, return_exceptions))
+        return self._stream(requests, self._options("stream_scores", options))
 
     # -- requests in flight ------------------------------------------------------------------------
 
@@ -519,99 +485,11 @@ class AsyncRolloutClient:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    async def push_weights(
-        self,
-        weights: Any,
-        *,
-        version: str,
-        via: Transport = "disk",
-        pause: PauseMode = "retract",
-        partial: bool = False,
-        timeout_s: float = 600.0,
-    ) -> None:
-        """Give every engine new weights: pause, flush the KV caches, update, flush again, and continue.
+    push_weights = _delegating(WeightPusher.push)
+    pause = _delegating(WeightPusher.pause)
+    continue_generation = _delegating(WeightPusher.continue_generation)
 
-        The names and shapes of the weights must be those of the checkpoint that the engines were started
-        with, because SGLang ignores other names. Generation continues only once every engine has the new
-        weights. If a push fails before an engine has loaded any, the engines that it paused continue with
-        the old ones. After a later error or a cancellation, all engines stay paused until a push succeeds.
-        Do not push weights from several clients at once. In a training job of several processes, push
-        weights from one process only.
-
-        Args:
-            weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
-                can read. `"tensor"` and `"distributed"` also accept (name, tensor) pairs: the names and
-                unsharded tensors of a checkpoint. A background thread reads these pairs, about 128 MiB at a
-                time.
-            version: the weight version, such as `"8"`; see `Rollout.weight_versions`.
-            via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
-                model to a temporary folder, which only engines on this machine can read. For engines on other
-                machines, save the model to a shared folder, and pass the folder's path as `weights`.
-                `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
-                request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
-                process broadcasts the values over a new torch process group, which it forms with all engines
-                for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
-                experimental), and other tensors use gloo. If one engine fails, the client does not know which
-                weights the engines have. Engines with `--dp-size` or `--pp-size` above 1 accept only
-                `"disk"`.
-            pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
-                the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
-                before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
-                requests, and each request's `on_abort` decides what follows. `"in_place"`: requests continue
-                with the KV cache of the old weights, and no cache is flushed.
-            partial: whether the weights may be a part of the model. The engines keep the rest as it is.
-            timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
-                bucket of tensors. Steps that may be repeated, such as the pause, are retried within it.
-
-        Raises:
-            InvalidInputError: an argument is wrong, a name or a shape does not fit the engines' model,
-                tensors are missing, or a URL does not belong to an engine. Nothing was sent.
-            WeightPushError: the push failed after the client had begun to send weights, for example because
-                an iterator yielded a tensor that does not fit. The error's `weight_versions` and message say
-                which weights each engine has, as far as the client knows.
-            SglangToppError: an engine did not answer, rejected the API key, could not be paused, failed the
-                flush before the update, or could not read the folder. No engine has loaded weights.
-        """
-        since = time.strftime("%H:%M:%S")
-        self._note_pause(f"a push of version {version!r} began at {since}")
-        try:
-            await self._weights.push(
-                weights, version=version, via=via, pause=pause, partial=partial, timeout_s=timeout_s
-            )
-        except BaseException as error:
-            cause = str(error).partition("\n")[0] or type(error).__name__
-            self._note_pause(f"the push of version {version!r} that began at {since} failed: {cause}")
-            raise
-        self._runs.pauses.clear()
-
-    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
-        """Pause generation on every engine until `continue_generation` or a successful push.
-
-        Args:
-            mode: what becomes of requests in flight; see `pause` in `push_weights`.
-            timeout_s: the time limit for each engine.
-
-        Raises:
-            SglangToppError: an engine could not be paused. The other engines are paused.
-        """
-        self._note_pause(f"this client's pause() was called at {time.strftime('%H:%M:%S')}")
-        await self._weights.pause(mode, timeout_s=timeout_s)
-
-    async def continue_generation(self, *, timeout_s: float = 600.0) -> None:
-        """Continue generation on every engine.
-
-        After a `WeightPushError`, the engines may have different weights, so push again instead, unless the
-        error's `weight_versions` are the same everywhere.
-
-        Raises:
-            SglangToppError: an engine could not continue. The other engines continue.
-        """
-        await self._weights.continue_generation(timeout_s=timeout_s)
-        self._runs.pauses.clear()
-
-    def _note_pause(self, reason: str) -> None:
-        """Keep the reason why the engines may be paused, for the warnings of calls that wait for them."""
-        self._runs.pauses.update({config.base_url.rstrip("/"): reason for config in self._weights.configs})
+    # -- servers -----------------------------------------------------------------------------------
 
     async def server_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about itself: a sidecar's `/info`, or SGLang's `/server_info`.
@@ -667,53 +545,43 @@ class AsyncRolloutClient:
             async for _, result in results:
                 yield result
 
-    def _options(
-        self,
-        method: str,
-        options: GenerateOptions | ScoreOptions,
-        timeout_s: float | None,
-        return_exceptions: bool = False,
-    ) -> RunOptions:
-        """Check the options of a call, whose default time limit is `timeout_s`."""
+    def _options(self, method: str, given: Mapping[str, Any]) -> RunOptions:
+        """Check the options of a call."""
         kind = ScoreOptions if "score" in method else GenerateOptions
-        for name in options:
-            if name not in kind.__optional_keys__:
+        for name in given:
+            if name not in kind.__optional_keys__ | {"return_exceptions"}:
                 raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        check_bool("return_exceptions", return_exceptions)
-        given = cast(dict[str, Any], options)
-        progress, request_id = given.get("progress"), given.get("request_id")
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidInputError(f"progress: got {describe(progress)}, expected True, False, or None")
-        if request_id is not None:
+        keeps_going = given.get("return_exceptions", False)
+        check_choice("return_exceptions", keeps_going, Literal[True, False])
+        check_choice("progress", given.get("progress"), Literal[True, False, None])
+        if (request_id := given.get("request_id")) is not None:
             check_request_id(request_id)
-        if (limit_s := given.get("timeout_s", timeout_s)) is not None:
-            limit_s = seconds("timeout_s", limit_s)
+        default_s = None if "stream" in method else DEFAULT_TIMEOUT_S
+        if (timeout_s := given.get("timeout_s", default_s)) is not None:
+            timeout_s = seconds("timeout_s", timeout_s)
         on_abort = given.get("on_abort", "raise")
         if kind is ScoreOptions:
             check_choice("on_abort", on_abort, Literal["raise", "resume"], ": scores have no parts")
+        headers: dict[str, str] = {}
+        # A program that uses OpenTelemetry has imported it. In any other, the import would only cost time.
+        if "opentelemetry" in sys.modules:
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            TraceContextTextMapPropagator().inject(headers)
         return RunOptions(
             request_id or uuid.uuid4().hex,
             on_abort=on_abort,
-            timeout_s=limit_s,
+            timeout_s=timeout_s,
             on_timeout=given.get("on_timeout", "raise"),
-            progress=progress,
-            keeps_going=return_exceptions,
-            headers=_trace_headers(),
+            progress=given.get("progress"),
+            keeps_going=keeps_going,
+            headers=headers,
         )
 
 
-def _trace_headers() -> dict[str, str]:
-    """Return the headers `traceparent` and `tracestate` of OpenTelemetry's current span."""
-    headers: dict[str, str] = {}
-    # A program that uses OpenTelemetry has imported it. In any other one, the import would only cost time.
-    if "opentelemetry" in sys.modules:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        TraceContextTextMapPropagator().inject(headers)
-    return headers
-
-
-def _plan(prompts: Prompts, sampling_params: SamplingParams, options: GenerateOptions) -> list[SampleRequest]:
+def _plan(
+    prompts: Prompts, sampling_params: SamplingParams, options: Mapping[str, Any]
+) -> list[SampleRequest]:
     requests = plan(
         prompts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
     )

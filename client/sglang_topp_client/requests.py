@@ -1,17 +1,29 @@
-"""Requests: check the arguments of `generate` and `score`, and build one request per prompt."""
+"""Requests: check the arguments of `generate`, `resume`, and `score`, and build one request per prompt.
+
+The prompt of a request that resumes a rollout consists of the original prompt's ids and the rollout's output
+ids. The request field `resumed_tokens` tells the engine how many ids at the prompt's end were generated
+before the interruption. The returned text includes the text of these ids, and the engine also searches these
+ids for stop strings, as in an uninterrupted sample.
+
+Some sampling parameters, such as penalties, would act differently on a resumed sample than on an
+uninterrupted sample. The client refuses to resume a sample that uses such a parameter. The module
+`sglang_topp.engine_contract` lists these parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from sglang_topp import CandidateSets
+from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import as_array, as_token_ids, find_json_problem, is_text
-from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
+from sglang_topp_client.checks import as_array, as_token_ids, check_choice, find_json_problem, is_text
+from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, find_problems
 
 __all__ = [
     "Messages",
@@ -49,6 +61,13 @@ Sequences: TypeAlias = (
     str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Rollout | Sequence[Rollout]
 )
 Start: TypeAlias = int | Sequence[int | None] | None
+OnAbort: TypeAlias = Literal["raise", "return", "resume"]
+"""The client's reaction to a sample that the engine aborts.
+
+The client raises an error, returns the partial sample, or resumes the sample.
+"""
+
+OnTimeout: TypeAlias = Literal["raise", "return"]
 _T = TypeVar("_T")
 
 # The maximum number of samples in one call of `generate`. The client creates a few objects per sample before
@@ -56,20 +75,13 @@ _T = TypeVar("_T")
 _MAX_SAMPLES = 1 << 20
 # With these sampling parameters, the engine scores at temperature 1 and generates no token.
 _NO_TOKEN = {"max_new_tokens": 0, "temperature": 1.0}
+# Sampling parameters that change the distribution of a token. They are the same for all tokens of a rollout.
+_DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "logit_bias")
 _MAX_START = int(np.iinfo(np.int32).max)
 # The names of media fields in the APIs of SGLang, vLLM, transformers, and OpenAI.
 _MEDIA = (
-    *("image", "images", "image_data", "image_url", "video", "videos", "video_data", "video_url"),
-    *(
-        "audio",
-        "audios",
-        "audio_data",
-        "audio_url",
-        "input_audio",
-        "modalities",
-        "mm_data",
-        "multi_modal_data",
-    ),
+    *(kind + end for kind in ("image", "video", "audio") for end in ("", "s", "_data", "_url")),
+    *("input_audio", "modalities", "mm_data", "multi_modal_data"),
 )
 _NO_MEDIA = (
     "the client sends no images, audio, or video: a Rollout records token ids alone, from which a trainer"
@@ -254,8 +266,9 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
     if not isinstance(given, Mapping):
         raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a mapping")
     params = dict(given)
-    if wrong := [key for key in params if not isinstance(key, str)]:
-        raise InvalidInputError(f"{name}: got the name {describe(wrong[0])}, expected text")
+    for key in params:
+        if not isinstance(key, str):
+            raise InvalidInputError(f"{name}: got the name {describe(key)}, expected text")
     n = params.pop("n", 1)
     n = 1 if n is None else n
     if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
@@ -268,31 +281,27 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
 def _threshold(name: str, given: Any) -> float | None:
     if given is None:
         return None
-    if not isinstance(given, Real) or isinstance(given, bool):
-        raise InvalidInputError(f"{name}: got {type(given).__name__}, expected a number from 0 to 1, or None")
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
     # Check the range before the conversion, because an integer with hundreds of digits does not fit into a
     # float.
-    value: Any = given
-    if not 0 <= value <= 1:
-        raise InvalidInputError(f"{name}: got {describe(given)}, expected a number from 0 to 1, or None")
-    return float(value) or None
+    if not is_number or not 0 <= given <= 1:
+        got = describe(given) if is_number else type(given).__name__
+        raise InvalidInputError(f"{name}: got {got}, expected a number from 0 to 1, or None")
+    return float(given) or None
 
 
 def _source(name: str, given: Any) -> str | None:
-    if given not in (None, DISTRIBUTION, SAMPLER):
-        raise InvalidInputError(f"{name}: got {describe(given)}, expected {DISTRIBUTION!r} or {SAMPLER!r}")
+    check_choice(name, given, Literal["distribution", "sampler", None])
     return None if given is None else str(given)
 
 
 def _start(name: str, given: Any) -> int | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, int | np.integer):
-        raise InvalidInputError(f"{name}: got {describe(given)}, expected a position of 1 or more, or None")
-    if given < 1:
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 1:
         raise InvalidInputError(
-            f"{name}: got {describe(given)}, expected 1 or more: the token at position 0 has no distribution,"
-            " because no token precedes it"
+            f"{name}: got {describe(given)}, expected a position of 1 or more, or None: the token at position"
+            " 0 has no distribution, because no token precedes it"
         )
     return int(given)
 
@@ -404,4 +413,199 @@ def _check_content(name: str, content: Any) -> None:
         if kind != "text":
             raise InvalidInputError(
                 f"{name}[{i}]: got a part of type {describe(kind)}, expected 'text'; {_NO_MEDIA}"
+            )
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def mark_interruptible(
+    wanted: Sequence[SampleRequest], on_abort: OnAbort, on_timeout: OnTimeout = "raise"
+) -> list[SampleRequest]:
+    """Return the requests, marked as interruptible if the caller, or the client, takes partial samples.
+
+    Raises:
+        InvalidInputError: `on_abort` or `on_timeout` is none of its values, or `on_abort` is `"resume"` and a
+            sampling parameter does not allow an exact resume.
+    """
+    check_choice("on_abort", on_abort, OnAbort)
+    check_choice("on_timeout", on_timeout, OnTimeout)
+    if on_abort == on_timeout == "raise":
+        return list(wanted)
+    if on_abort == "resume":
+        for one in wanted:
+            check_resumable(f"sampling_params of prompt {one.prompt_index}", one.sampling_params)
+    return [replace(one, resumed_tokens=one.resumed_tokens or 0, is_interruptible=True) for one in wanted]
+
+
+def check_resumable(name: str, params: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError if a sample with these sampling parameters cannot be resumed exactly."""
+    if problem := find_resume_problem(params):
+        raise InvalidInputError(f"{name}: {problem}")
+    for field in ("max_new_tokens", "min_new_tokens"):
+        limit = params.get(field)
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise InvalidInputError(
+                f"{name}: {field}: got {describe(limit)}, expected a whole number of 0 or more"
+            )
+    if "max_new_tokens" not in params:
+        raise InvalidInputError(
+            f"{name}: max_new_tokens: got none, expected a number, or None for as many as fit: the client"
+            " does not know the engine's default"
+        )
+
+
+def plan_resume(
+    rollouts: Any,
+    sampling_params: SamplingParams = None,
+    top_logprobs_p: TopLogprobsP = None,
+    top_logprobs_source: TopLogprobsSource = None,
+) -> tuple[list[SampleRequest], list[Rollout]]:
+    """Check the rollouts that a caller wants to resume, and build one request for each.
+
+    Args:
+        rollouts: one `Rollout` or several.
+        sampling_params, top_logprobs_p, top_logprobs_source: as for `AsyncRolloutClient.resume`: one value
+            for all rollouts, or one per rollout. What is None, or not in `sampling_params`, is as the rollout
+            records it.
+
+    Returns:
+        Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
+        Each SampleRequest asks for a complete sample of the rollout's original prompt. `continuation_request`
+        converts such a SampleRequest to a request for the missing tokens only. A SampleRequest's prompt index
+        is the rollout's index in `rollouts`.
+
+    Raises:
+        InvalidInputError: an argument is wrong, or contradicts the request that generated the rollout; the
+            error names the argument.
+    """
+    if isinstance(rollouts, Rollout):
+        rollouts = [rollouts]
+    if not isinstance(rollouts, Sequence) or isinstance(rollouts, str | bytes):
+        raise InvalidInputError(f"rollouts: got {type(rollouts).__name__}, expected rollouts")
+    rollouts = list(rollouts)
+    if not rollouts:
+        raise InvalidInputError("rollouts: got none, expected at least one")
+    for i, rollout in enumerate(rollouts):
+        if not isinstance(rollout, Rollout):
+            raise InvalidInputError(f"rollouts[{i}]: got {type(rollout).__name__}, expected a Rollout")
+        if not len(rollout.prompt_ids):
+            raise InvalidInputError(f"rollouts[{i}].prompt_ids: got none, expected at least one token")
+        for field, problem in find_problems(rollout):
+            raise InvalidInputError(f"rollouts[{i}].{field}: {problem}")
+
+    def given(name: str, values: Any) -> list[Any]:
+        return one_each(name, values, len(rollouts), lambda _, one: one, per="rollout")
+
+    params = [
+        {**(rollout.sampling_params or {}), **(one or {}), "n": 1} if isinstance(one, Mapping | None) else one
+        for one, rollout in zip(given("sampling_params", sampling_params), rollouts, strict=True)
+    ]
+    thresholds = given("top_logprobs_p", top_logprobs_p)
+    sources = given("top_logprobs_source", top_logprobs_source)
+    for i, rollout in enumerate(rollouts):
+        if thresholds[i] is None and sources[i] is None:
+            thresholds[i], sources[i] = rollout.top_logprobs_p, rollout.top_logprobs_source
+    wanted = plan([rollout.prompt_ids for rollout in rollouts], params, thresholds, sources)
+    for one, rollout in zip(wanted, rollouts, strict=True):
+        _check_same(f"rollouts[{one.prompt_index}]", rollout, one)
+        if rollout.turn_start < len(rollout.output_ids) and rollout.finish_reason != "stop":
+            check_resumable(f"sampling_params of rollouts[{one.prompt_index}]", one.sampling_params)
+    return wanted, rollouts
+
+
+def as_finished(rollout: Rollout, wanted: SampleRequest) -> Rollout | None:
+    """Return the rollout if it is finished, or None if tokens are left to generate.
+
+    A rollout that finished with `"stop"` is returned unchanged. A rollout with another finish reason counts
+    as finished if its last turn has `max_new_tokens` tokens or more. The last turn begins at
+    `Rollout.turn_start`. For a rollout that reached `max_new_tokens`, this function returns a copy with the
+    finish reason `"length"`.
+    """
+    if rollout.finish_reason == "stop":
+        return rollout
+    limit = wanted.sampling_params.get("max_new_tokens")
+    num_tokens = len(rollout.output_ids) - rollout.turn_start
+    if num_tokens and limit is not None and num_tokens >= limit:
+        return replace(rollout, finish_reason="length")
+    return None
+
+
+def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -> SampleRequest:
+    """Return the request that continues a rollout.
+
+    Args:
+        rollout: the unfinished rollout, for which `as_finished` returned None.
+        wanted: the request for a complete sample of the original prompt.
+        sample: the rollout's sample index, one of the elements of `wanted.samples`.
+    """
+    start = rollout.turn_start
+    num_tokens = len(rollout.output_ids) - start
+    # The request `wanted` may itself resume an earlier sample. The prompt of `wanted` then ends with the
+    # tokens of the earlier sample, and the new `resumed_tokens` must count these tokens too.
+    num_before = 0 if start else wanted.resumed_tokens or 0
+    params = dict(wanted.sampling_params)
+    if num_tokens:
+        for name in ("max_new_tokens", "min_new_tokens"):
+            if params.get(name) is not None:
+                params[name] = max(params[name] - num_tokens, 0)
+    return replace(
+        wanted,
+        prompt=[*rollout.prompt_ids.tolist(), *rollout.output_ids.tolist()],
+        sampling_params=params,
+        samples=(sample,),
+        resumed_tokens=num_tokens + num_before,
+        routing_key=rollout.routing_key,
+    )
+
+
+def empty_rollout(wanted: SampleRequest, sample: int, request_id: str) -> Rollout | None:
+    """Return a rollout without tokens for a sample that was aborted before its first token.
+
+    Return None if the prompt is text or chat messages, because the client does not know the prompt's token
+    ids.
+    """
+    if not isinstance(wanted.prompt, list):
+        return None
+    has_sets = wanted.top_logprobs_source is not None
+    return Rollout(
+        prompt_index=wanted.prompt_index,
+        sample_index=sample,
+        request_id=request_id,
+        prompt_ids=np.array(wanted.prompt, np.int32),
+        output_ids=np.empty(0, np.int32),
+        text="",
+        logprobs=np.empty(0, np.float32),
+        candidates=CandidateSets.empty(0) if has_sets else None,
+        finish_reason=ABORT,
+        weight_version=None,
+        cached_tokens=0,
+        latency_s=0.0,
+        top_logprobs_source=wanted.top_logprobs_source,
+        weight_spans=() if has_sets else None,
+        top_logprobs_p=wanted.top_logprobs_p,
+        sampling_params=wanted.sampling_params,
+    )
+
+
+def _check_same(name: str, rollout: Rollout, wanted: SampleRequest) -> None:
+    """Raise InvalidInputError if the request asks for other sets, or of another distribution."""
+    if not len(rollout.output_ids):
+        return
+    if (rollout.candidates is None) != (wanted.top_logprobs_source is None):
+        got, asked = ("no sets", "sets") if rollout.candidates is None else ("sets", "no sets")
+        raise InvalidInputError(f"{name}.candidates: got {got}, but the request asks for {asked}")
+    same: list[tuple[str, Any, Any]] = []
+    if rollout.candidates is not None:
+        same.append(("top_logprobs_source", rollout.top_logprobs_source, wanted.top_logprobs_source))
+    if rollout.top_logprobs_p is not None:
+        same.append(("top_logprobs_p", rollout.top_logprobs_p, wanted.top_logprobs_p))
+    if (params := rollout.sampling_params) is not None:
+        for field in _DISTRIBUTION_PARAMS:
+            same.append((f"sampling_params.{field}", params.get(field), wanted.sampling_params.get(field)))
+    for field, before, now in same:
+        if before != now:
+            raise InvalidInputError(
+                f"{name}.{field}: got {describe(before)}, but {describe(now)} is requested; expected the"
+                " same: log-probs and sets of one rollout are of one distribution"
             )

@@ -18,8 +18,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
-from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import as_token_ids
+from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
+from sglang_topp.formats.field_parsing import renaming_errors
+from sglang_topp_client.checks import as_token_ids
 from sglang_topp_client.rollout_html import rollout_to_html
 
 __all__ = [
@@ -38,11 +39,14 @@ __all__ = [
     "Source",
     "TokenIds",
     "TokenRanges",
+    "WeightSpan",
     "WeightSpans",
+    "check_result",
     "find_problems",
     "join_parts",
-    "join_spans",
+    "read_spans",
     "scored_ids",
+    "write_spans",
 ]
 
 ABORT, EXTENDED = "abort", "extended"
@@ -196,7 +200,7 @@ class Rollout:
             candidates=candidates,
             text="",
             finish_reason=EXTENDED,
-            weight_spans=None if spans is None else join_spans(spans, (("", len(ids)),)),
+            weight_spans=None if spans is None else _join_spans(spans, (("", len(ids)),)),
             appended_spans=(*before, (start, end)),
         )
 
@@ -307,7 +311,88 @@ def find_problems(result: Rollout | Score) -> Iterator[tuple[str, str]]:
         end = after
 
 
-def join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
+def check_result(result: Rollout | Score, *, p: float | None = None, may_be_extended: bool = False) -> None:
+    """Raise WireError if a field of an answer contradicts another.
+
+    Each set must hold its sampled token, with exactly the reported log-prob: the engine computes the sets and
+    the tokens' log-probs from the same float32 numbers. This also rejects sets of another position or
+    request, and log-probs that were computed at another temperature.
+
+    Args:
+        result: the decoded answer.
+        p: the threshold that the sets must reach, if one was requested. `CandidateSets.check_kept_mass` says
+            how exactly.
+        may_be_extended: whether to accept tokens that `Rollout.extend` appended. They have empty sets, and
+            the log-prob 0.
+    """
+    for name, problem in find_problems(result):
+        raise WireError("weight_versions" if name == "weight_spans" else name, problem)
+    logprobs, sets = result.logprobs, result.candidates
+    if np.isnan(logprobs).any():
+        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
+    if sets is not None:
+        ids = scored_ids(result)
+        if len(wrong := np.flatnonzero(sets.sampled_ids != ids)):
+            t = int(wrong[0])
+            raise WireError(
+                "candidates", f"got sampled token {sets.sampled_ids[t]} at position {t}, expected {ids[t]}"
+            )
+        if not may_be_extended and len(empty := np.flatnonzero(sets.sizes == 0)):
+            raise MissingCandidateSetsError("candidates", f"no candidate set at position {int(empty[0])}")
+        if not sets.has_logprobs:
+            raise WireError("candidates", "got sets without log-probs")
+        if len(wrong := np.flatnonzero(sets.sampled_logprobs != logprobs)):
+            t = int(wrong[0])
+            raise WireError(
+                "candidates",
+                f"got log-prob {sets.sampled_logprobs[t]} of the sampled token at position {t}, expected"
+                f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
+            )
+        if p is not None:
+            with renaming_errors({"logprobs": "candidates"}):
+                sets.check_kept_mass(p)
+    if isinstance(result, Rollout) and result.appended_spans and not may_be_extended:
+        raise WireError(
+            "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
+        )
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+def write_spans(spans: WeightSpans) -> list[dict[str, Any]]:
+    """Return spans in the form of SGLang's field `weight_versions`."""
+    objects = []
+    start = 0
+    for version, count in spans:
+        objects.append({"version": version, "start": start, "end": start + count})
+        start += count
+    return objects
+
+
+def read_spans(field: str, objects: Sequence[WeightSpan]) -> WeightSpans:
+    """Return the spans in the form of SGLang's field `weight_versions`, without those of no token.
+
+    Raises:
+        WireError: the spans do not begin at token 0, or one does not begin at the end of the span before.
+    """
+    spans, end = [], 0
+    for one in objects:
+        if one.start != end or one.end < end:
+            raise WireError(field, f"got tokens {one.start} to {one.end}, expected those from {end} on")
+        if one.end > end:
+            spans.append((one.version, one.end - end))
+        end = one.end
+    return tuple(spans)
+
+
+def _join_spans(first: WeightSpans, second: WeightSpans) -> WeightSpans:
     """Concatenate the weight spans of two consecutive parts of a rollout.
 
     If the first part's last span and the second part's first span have the same version, merge the two spans.
@@ -364,4 +449,4 @@ def _joined_spans(first: Rollout, rest: Rollout) -> WeightSpans | None:
         return first.weight_spans
     if first.weight_spans is None or rest.weight_spans is None:
         return None
-    return join_spans(first.weight_spans, rest.weight_spans)
+    return _join_spans(first.weight_spans, rest.weight_spans)

@@ -1,19 +1,21 @@
-"""Run: one call of `generate`, `resume`, or `score`, with one coroutine for each of its prompts.
+"""Runs: the calls of one client; Run: one call of `generate`, `resume`, or `score`.
 
-The coroutine of a prompt (`Run._prompt`) knows which samples are missing. It picks a server, sends one HTTP
-call for the missing samples, and reads the answer. If the call fails, it asks again for what is still
-missing, under a new id, from another server or after a delay. It ends once no sample is missing. A sample
-that the engine has aborted gets a coroutine of its own if the caller wants it resumed.
+A Run has one coroutine for each of its prompts (`Run._prompt`), which knows the samples that are missing. It
+picks a server, sends one HTTP call for the missing samples, and reads the answer. If the call fails, it asks
+again for what is still missing, under a new id, from another server or after a delay. It ends once no sample
+is missing. A sample that the engine has aborted gets a coroutine of its own if the caller wants it resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from sglang_topp.errors import (
     AbortedError,
@@ -25,13 +27,13 @@ from sglang_topp.errors import (
     SglangToppError,
     TransportError,
 )
-from sglang_topp_client.progress import Progress
 from sglang_topp_client.protocols.sglang import GenerateExchange, GenerateScoreExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
-from sglang_topp_client.requests import SampleRequest, ScoreRequest
-from sglang_topp_client.resume import (
+from sglang_topp_client.requests import (
     OnAbort,
     OnTimeout,
+    SampleRequest,
+    ScoreRequest,
     as_finished,
     continuation_request,
     empty_rollout,
@@ -40,13 +42,14 @@ from sglang_topp_client.retry_policy import RetryBudget, is_retryable
 from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
 from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.server_config import ROUTING_KEY
+from sglang_topp_client.transport.server_config import ROUTING_KEY, ServerConfig
 
-__all__ = ["Place", "Run", "RunOptions"]
+__all__ = ["Place", "Run", "RunOptions", "Runs"]
 
 Place: TypeAlias = tuple[int, int]
 """A prompt index and a sample index."""
-Result = TypeVar("Result", Rollout, Score)
+Existing: TypeAlias = Mapping[int, Rollout] | None
+"""Rollouts to continue, by prompt index. Such a prompt has one sample, which continues the rollout."""
 _Exchange: TypeAlias = GenerateExchange | GenerateScoreExchange | RolloutsExchange | ScoresExchange
 
 _EXCHANGES: dict[tuple[Kind, bool], Any] = {
@@ -68,6 +71,9 @@ _FIRST_RESUME_WAIT_S, _MAX_RESUME_WAIT_S = 0.05, 2.0
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 # An engine ignores an abort for a request that has not reached it yet, so `stop` repeats each abort.
 _REPEAT_ABORT_S = 0.25
+_FIRST_PROGRESS_S, _NEXT_PROGRESS_S = 2.0, 0.2
+# A stopped call ends after at most 10 s, and its aborts are sent within three seconds.
+_OTHER_LOOPS_S = 15.0
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +96,114 @@ class RunOptions:
     keeps_going: bool = False
     waits_out_refusals: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Runs:
+    """The calls of one client: start one, abort some by name, and close. The callers check the arguments.
+
+    Several event loops may use it at the same time. A connection belongs to the loop that opened it.
+
+    Args:
+        configs: the connection settings of one or several servers.
+        kind: the servers' kind, or None to ask each server.
+        max_retries: how often a failed call is retried.
+        pauses: why engines are paused, by base URL; see `Server`.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[ServerConfig],
+        *,
+        kind: Kind | None,
+        max_retries: int,
+        pauses: Mapping[str, str] | None = None,
+    ) -> None:
+        self._configs, self._max_retries = configs, max_retries
+        self._pauses = {} if pauses is None else pauses
+        self._kinds: dict[str, Kind] = {}
+        if kind is not None:
+            self._kinds = dict.fromkeys((config.base_url for config in configs), kind)
+        self._loops: dict[asyncio.AbstractEventLoop, Servers] = {}
+
+    @property
+    def servers(self) -> Servers:
+        """The servers, as the current event loop uses them."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            # Iterate over a copy, because other threads may add their event loops to `_loops`.
+            for other in list(self._loops):
+                if other.is_closed():
+                    self._loops.pop(other, None)
+            self._loops[loop] = Servers(
+                self._configs, self._kinds, self._pauses, max_retries=self._max_retries
+            )
+        return self._loops[loop]
+
+    def stream(
+        self, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing = None
+    ) -> AsyncGenerator[tuple[Place, Any], None]:
+        """Return the results of a new call with their places, as they arrive; see `Run`."""
+        return Run(self.servers, requests, options, existing).results()
+
+    async def gather(
+        self, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing = None
+    ) -> list[Any]:
+        """Return the results of a new call in the order of its prompts."""
+        async with aclosing(self.stream(requests, options, existing)) as results:
+            outcomes = {place: outcome async for place, outcome in results}
+        return [outcomes[place] for place in sorted(outcomes)]
+
+    async def abort(self, request_id: str) -> int:
+        """Abort the calls with the id `request_id`; see `AsyncRolloutClient.abort`."""
+        counts: list[int] = []
+        elsewhere = [
+            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._abort_here(request_id, counts), loop))
+            for loop in list(self._loops)
+            if loop is not asyncio.get_running_loop() and loop.is_running()
+        ]
+        await self._abort_here(request_id, counts)
+        if elsewhere:
+            # A loop that ends at this moment never answers, and ends its calls too.
+            await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
+        if not any(counts):
+            counts += await self.servers.on_all(lambda server: server.abort(request_id))
+        return sum(counts)
+
+    async def _abort_here(self, request_id: str, counts: list[int]) -> None:
+        """Abort the calls of this event loop, and add to `counts` how many prompts were unfinished."""
+        servers = self.servers
+        runs = [run for run in servers.runs if run.name == request_id]
+        counts.append(sum(len({prompt for prompt, _ in run.missing}) for run in runs))
+        for run in runs:
+            run.abort()
+        for run in runs:
+            await run.wait()
+        if runs:
+            await servers.aborts_sent()
+
+    async def abort_all(self) -> None:
+        """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
+        servers = self.servers
+        stopped = [run for run in servers.runs if run.returns_parts]
+        for run in stopped:
+            run.abort()
+        await servers.on_all(lambda server: server.abort(None))
+        for run in stopped:
+            await run.wait()
+
+    async def close(self) -> None:
+        """Stop this event loop's calls, and close its connections; see `AsyncRolloutClient.close`."""
+        servers = self._loops.pop(asyncio.get_running_loop(), None)
+        if servers is None:
+            return
+        try:
+            runs = list(servers.runs)
+            for run in runs:
+                run.cancel()
+            for run in runs:
+                await run.wait()
+        finally:
+            await servers.close()
 
 
 class _Job:
@@ -116,16 +230,14 @@ class _Job:
         self.expiry = asyncio.timeout(None)
 
 
-class Run(Generic[Result]):
+class Run:
     """One call of `generate`, `resume`, or `score`, on the event loop that creates it.
 
     Args:
         servers: the client's servers on this event loop.
-        running: the calls in progress on this event loop, to which this one adds itself.
         requests: one request for each prompt.
         options: the caller's options.
-        existing: rollouts to continue, by prompt index. Such a prompt has one sample, which continues the
-            rollout.
+        existing: see `Existing`.
 
     Attributes:
         name: the caller's name for the call. Several calls may have the same name.
@@ -133,16 +245,11 @@ class Run(Generic[Result]):
     """
 
     def __init__(
-        self,
-        servers: Servers,
-        running: set[Run[Any]],
-        requests: Sequence[SampleRequest],
-        options: RunOptions,
-        existing: Mapping[int, Rollout] | None = None,
+        self, servers: Servers, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing
     ) -> None:
         self.name = options.request_id
         self.missing = {(one.prompt_index, sample): None for one in requests for sample in one.samples}
-        self._servers, self._running = servers, running
+        self._servers = servers
         self._requests, self._options, self._existing = requests, options, existing or {}
         self._of_scores = isinstance(requests[0], ScoreRequest)
         self._clock = asyncio.get_running_loop().time
@@ -159,7 +266,7 @@ class Run(Generic[Result]):
 
     # -- the caller's side -------------------------------------------------------------------------
 
-    async def results(self) -> AsyncGenerator[tuple[Place, Result | SglangToppError], None]:
+    async def results(self) -> AsyncGenerator[tuple[Place, Any], None]:
         """Send all calls, and yield each result with its place as it arrives.
 
         Errors are yielded only if `RunOptions.keeps_going` is set; otherwise the first one is raised. Leaving
@@ -168,19 +275,19 @@ class Run(Generic[Result]):
         loop = asyncio.get_running_loop()
         timer = None if self._deadline is None else loop.call_at(self._deadline, self._time_out)
         task = self._task = loop.create_task(self._all_prompts())
-        self._running.add(self)
+        self._servers.runs.add(self)
         task.add_done_callback(self._end)
+        noun = "scores" if self._of_scores else "rollouts"
+        progress = Progress(len(self.missing), self._options.progress, of=noun)
         try:
-            noun = "scores" if self._of_scores else "rollouts"
-            with Progress(len(self.missing), self._options.progress, of=noun) as bar:
-                while (item := await self._results.get()) is not None:
-                    # The prompts go on only after the caller has taken half of the results. Otherwise, each
-                    # result that it takes would wake them.
-                    if self._results.qsize() <= self._max_waiting // 2:
-                        self._has_room.set()
-                    if not isinstance(item[1], SglangToppError):
-                        bar.add(len(item[1].logprobs))
-                    yield item
+            while (item := await self._results.get()) is not None:
+                # The prompts go on only after the caller has taken half of the results. Otherwise, each
+                # result that it takes would wake them.
+                if self._results.qsize() <= self._max_waiting // 2:
+                    self._has_room.set()
+                if not isinstance(item[1], SglangToppError):
+                    progress.add(len(item[1].logprobs))
+                yield item
             error: BaseException | None = self._too_late
             if error is None and task.cancelled():
                 error = AbortedError(f"request {self.name} was aborted by this client")
@@ -194,6 +301,7 @@ class Run(Generic[Result]):
             elif error is not None:
                 raise error
         finally:
+            progress.close()
             if timer is not None:
                 timer.cancel()
             # Do not wait for the canceled task: it may close hundreds of connections, which takes a second.
@@ -245,7 +353,7 @@ class Run(Generic[Result]):
         self.cancel()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(self)
+        self._servers.runs.discard(self)
         if self._aborting is not None:
             self._aborting.cancel()
         self._results.put_nowait(None)
@@ -276,18 +384,32 @@ class Run(Generic[Result]):
                 await self._has_room.wait()
                 await self._servers.slots.acquire()
                 task = self._group.create_task(self._prompt(_Job(wanted, part)))
-                task.add_done_callback(self._free_slot)
+                task.add_done_callback(lambda _: self._servers.slots.release())
                 # Starting a call takes a millisecond, and there may be a thousand.
                 await asyncio.sleep(0)
 
-    def _free_slot(self, _: object) -> None:
-        self._servers.slots.release()
-
     async def _prompt(self, job: _Job) -> None:
-        """Carry one prompt, or the rest of one sample, to its end."""
+        """Get the missing samples of one prompt, or the rest of one sample.
+
+        Samples that `_abort_jobs` does not wait for come without new tokens.
+        """
         self._jobs.add(job)
         try:
-            await self._until_stopped(job)
+            try:
+                if self._aborting is None:
+                    async with job.expiry:
+                        await self._until_complete(job)
+            except TimeoutError:
+                if not job.expiry.expired():
+                    raise
+            for sample in sorted(job.missing):
+                if (nothing := empty_rollout(job.request, sample, self.name)) is None:
+                    raise RolloutError(
+                        f"request {self.name} was aborted before the engine had tokenized prompt"
+                        f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give"
+                        " the prompt as ids to get a rollout without tokens"
+                    )
+                self._take(job, job.request.routing_key, sample, nothing)
         except SglangToppError as error:
             if not self._options.keeps_going:
                 raise
@@ -300,24 +422,6 @@ class Run(Generic[Result]):
     async def _resume(self, job: _Job) -> None:
         async with self._servers.slots:
             await self._prompt(job)
-
-    async def _until_stopped(self, job: _Job) -> None:
-        """Get the missing samples. Those that `_abort_jobs` does not wait for come without new tokens."""
-        try:
-            if self._aborting is None:
-                async with job.expiry:
-                    await self._until_complete(job)
-        except TimeoutError:
-            if not job.expiry.expired():
-                raise
-        for sample in sorted(job.missing):
-            if (nothing := empty_rollout(job.request, sample, self.name)) is None:
-                raise RolloutError(
-                    f"request {self.name} was aborted before the engine had tokenized prompt"
-                    f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give the"
-                    " prompt as ids to get a rollout without tokens"
-                )
-            self._take(job, job.request.routing_key, sample, nothing)
 
     async def _until_complete(self, job: _Job) -> None:
         """Ask servers for the missing samples until none is missing."""
@@ -334,7 +438,12 @@ class Run(Generic[Result]):
                 job.server = None
                 if not job.missing and is_retryable(error):
                     return  # for example, the connection broke after the last sample
-                budget = budget or self._budget(job)
+                budget = budget or RetryBudget(
+                    self._servers.max_retries,
+                    # The engine that aborted a sample may be paused, so its rest waits in any case.
+                    waits_out_refusals=self._options.waits_out_refusals or job.part is not None,
+                    repeats_aborted=self._of_scores and self._options.on_abort == "resume",
+                )
                 if isinstance(error, FileLimitError) and self._servers.num_in_flight:
                     # Each running call frees its file descriptors when it ends.
                     wait_s = _FILE_WAIT_S
@@ -357,14 +466,6 @@ class Run(Generic[Result]):
                 )
             await asyncio.sleep(wait_s)
 
-    def _budget(self, job: _Job) -> RetryBudget:
-        return RetryBudget(
-            self._servers.max_retries,
-            # The engine that aborted a sample may be paused, so its rest waits in any case.
-            waits_out_refusals=self._options.waits_out_refusals or job.part is not None,
-            repeats_aborted=self._of_scores and self._options.on_abort == "resume",
-        )
-
     async def _call(self, job: _Job, server: Server) -> None:
         """Send one call for the missing samples, and take each result as it arrives."""
         job.exchange = None
@@ -376,7 +477,11 @@ class Run(Generic[Result]):
         request = replace(job.request, samples=tuple(sorted(job.missing)))
         options: dict[str, Any] = {}
         if kind == "sidecar":
-            options = {"timeout_s": self._left_s(), "max_bytes": server.max_message_bytes}
+            # The sidecar enforces the deadline too.
+            left_s = None
+            if self._deadline is not None and self._options.on_timeout != "return":
+                left_s = max(self._deadline - self._clock(), 0.001)
+            options = {"timeout_s": left_s, "max_bytes": server.max_message_bytes}
         exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
         key = server.routing_key(request.routing_key)
         headers = {**self._options.headers, ROUTING_KEY: key}
@@ -402,13 +507,12 @@ class Run(Generic[Result]):
             if len(self._servers.all) > 1:
                 error.add_note(f"the server is {server.base_url}")
             is_refused = not is_open and isinstance(error, _REFUSALS)
-            if isinstance(error, BadRequestError) and exchange.missing_route and error.status in (404, 405):
-                raise BadRequestError(exchange.missing_route, status=error.status, body=error.body) from error
             raise
         finally:
             job.server = None
-            if not is_refused:
-                server.abort_soon(exchange.unfinished_ids())
+            # A sidecar aborts a request itself when its connection closes.
+            if kind == "sglang" and not is_refused:
+                server.abort_soon(exchange.open_ids())
 
     def _take(self, job: _Job, key: str, sample: int, result: Any) -> None:
         """Take one result of a call: deliver it, or continue the sample that it is a part of."""
@@ -425,7 +529,8 @@ class Run(Generic[Result]):
                 if self._options.on_abort == "resume":
                     job.missing.discard(sample)
                     wait_s = min(max(2 * job.wait_s, _FIRST_RESUME_WAIT_S), _MAX_RESUME_WAIT_S)
-                    self._continue(job.wanted, sample, result, 0.0 if is_new else wait_s)
+                    rest = _Job(job.wanted, result, sample, 0.0 if is_new else wait_s)
+                    self._group.create_task(self._resume(rest))
                     return
             # The last HTTP request may have lower token limits than the caller's.
             wanted = job.wanted
@@ -434,9 +539,6 @@ class Run(Generic[Result]):
             )
         self._deliver((job.wanted.prompt_index, sample), result)
         job.missing.discard(sample)
-
-    def _continue(self, wanted: SampleRequest, sample: int, part: Rollout, wait_s: float) -> None:
-        self._group.create_task(self._resume(_Job(wanted, part, sample, wait_s)))
 
     async def _abort_jobs(self) -> None:
         """Abort the calls in flight until they end, and end a job whose server sends nothing for `_GRACE_S`.
@@ -463,13 +565,57 @@ class Run(Generic[Result]):
     def _hear(self) -> None:
         self._received_at = self._clock()
 
-    def _left_s(self) -> float | None:
-        """Return the seconds until the deadline, which a sidecar enforces too, or None."""
-        if self._deadline is None or self._options.on_timeout == "return":
-            return None
-        return max(self._deadline - self._clock(), 0.001)
-
 
 async def _abort(server: Server, name: str) -> None:
     with suppress(SglangToppError):
         await server.abort(name)
+
+
+class Progress:
+    """A progress line with the number of finished samples, shown if stderr is a terminal.
+
+    Args:
+        total: the number of samples in the batch.
+        show: whether to show the line. If `show` is None and the program has not set up logging, the line
+            appears once the batch has taken two seconds. If `show` is None and the program has set up
+            logging, no line appears, because the line would mix with the log messages.
+        of: the plural noun that names the samples in the line, such as "rollouts".
+    """
+
+    def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
+        self._total, self._of = total, of
+        self._num_done = self._num_tokens = 0
+        self._start = time.monotonic()
+        self._next = self._start + (0.0 if show else _FIRST_PROGRESS_S)
+        self._has_written = False
+        is_wanted = not _log.hasHandlers() if show is None else show
+        try:
+            self._is_on = is_wanted and sys.stderr.isatty()
+        except Exception:  # the program may have closed stderr, or replaced it with any object
+            self._is_on = False
+
+    def add(self, num_tokens: int) -> None:
+        """Count one more sample with `num_tokens` tokens."""
+        self._num_done += 1
+        self._num_tokens += num_tokens
+        if self._is_on and time.monotonic() >= self._next:
+            self._write()
+            self._next = time.monotonic() + _NEXT_PROGRESS_S
+
+    def close(self) -> None:
+        """End the line."""
+        if self._has_written and self._is_on:
+            self._write(end="\n")
+
+    def _write(self, end: str = "") -> None:
+        elapsed_s = max(time.monotonic() - self._start, 1e-6)
+        self._has_written = True
+        try:
+            sys.stderr.write(
+                f"\r{self._of} {self._num_done}/{self._total}  {elapsed_s:.0f} s "
+                f" {self._num_tokens / elapsed_s:.0f} tokens/s {end}"
+            )
+            sys.stderr.flush()
+        except Exception:
+            # The write fails if the terminal was closed. The client then continues without a progress line.
+            self._is_on = False

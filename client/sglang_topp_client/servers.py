@@ -7,18 +7,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Generator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from sglang_topp.errors import (
     BadRequestError,
@@ -29,12 +20,8 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.protocols.lost_fields import (
-    REFUSABLE,
-    check_fields_of_answer,
-    field_check_requests,
-)
-from sglang_topp_client.protocols.sglang import TOKENIZE_PATH, tokenize_body, tokenized_ids
+from sglang_topp_client.checks import convert, parse_token_ids
+from sglang_topp_client.protocols.lost_fields import check_request_fields
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable, retrying
@@ -74,6 +61,10 @@ _MAX_AHEAD = 8
 _log = logging.getLogger(__name__)
 
 
+class _Tokens(TypedDict):
+    tokens: list[int]
+
+
 class Server:
     """One server, used from one event loop.
 
@@ -102,7 +93,6 @@ class Server:
         self._kinds, self._pauses = kinds, pauses
         self._kind_lock = asyncio.Lock()
         self._calls: set[asyncio.Timeout] = set()
-        self._heard_at = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._aborts: dict[str, asyncio.Task[None]] = {}
 
@@ -151,16 +141,10 @@ class Server:
             if info.get("ready") is not True:
                 raise ServerError(f"{self.base_url} is not ready: {info.get('reason')}")
             return
-        for body in field_check_requests():
-            try:
-                answer = await self._http.request_json(
-                    "POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S
-                )
-            except BadRequestError as error:
-                if not any(name in body and name in str(error) for name in REFUSABLE):
-                    raise
-            else:
-                check_fields_of_answer(self.base_url, body, answer)
+        await check_request_fields(
+            self.base_url,
+            lambda body: self._http.request_json("POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S),
+        )
 
     async def _is_sidecar(self) -> bool:
         try:
@@ -198,7 +182,7 @@ class Server:
         """
         try:
             answer = await self._http.request_json(
-                "POST", TOKENIZE_PATH, tokenize_body(messages), timeout_s=_INFO_TIMEOUT_S
+                "POST", "/tokenize", {"messages": messages}, timeout_s=_INFO_TIMEOUT_S
             )
         except BadRequestError as error:
             raise BadRequestError(
@@ -207,12 +191,16 @@ class Server:
                 status=error.status,
                 body=error.body,
             ) from error
-        return tokenized_ids(answer)
+        tokens = convert(answer, _Tokens, field="/tokenize")["tokens"]
+        if not tokens:
+            raise WireError("tokens", "got none: the chat template renders nothing for the messages")
+        ids: list[int] = parse_token_ids("tokens", tokens).tolist()
+        return ids
 
     @asynccontextmanager
     async def post(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
-    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send a POST request with `HttpClient.post`, while a health check watches the server.
 
         A generation may wait in the engine's queue for an hour before its first byte arrives, so a time limit
@@ -223,19 +211,14 @@ class Server:
             TransportError: the server hangs.
             SglangToppError: as for `HttpClient.post`.
         """
-
-        def received() -> None:
-            self._heard_at = self._clock()
-            on_received()
-
         try:
             async with asyncio.timeout(None) as expiry:
                 if not self._calls:
-                    self._heard_at = self._clock()
+                    self._http.heard_at = self._clock()
                     self._watch = asyncio.create_task(self._watch_calls())
                 self._calls.add(expiry)
                 try:
-                    async with self._http.post(path, body, headers=headers, on_received=received) as messages:
+                    async with self._http.post(path, body, headers, on_received) as messages:
                         yield messages
                 finally:
                     self._calls.discard(expiry)
@@ -253,20 +236,20 @@ class Server:
         """Probe the server whenever it is silent for too long, and end its calls if it hangs."""
         num_failed = 0
         while num_failed < _MAX_FAILED_PROBES:
-            silent_s = self._clock() - self._heard_at
+            silent_s = self._clock() - self._http.heard_at
             if silent_s < _SILENCE_S:
                 await asyncio.sleep(_SILENCE_S - silent_s)
                 num_failed = 0
                 continue
-            began = self._heard_at
+            began = self._http.heard_at
             path = _PROBE_PATHS[self._kinds.get(self.base_url, "sglang")]
             status = await self._http.probe(path, timeout_s=_PROBE_TIMEOUT_S)
-            if self._heard_at > began:
+            if self._http.heard_at > began:
                 continue
             if status is None:
                 num_failed += 1
             else:
-                self._heard_at = self._clock()
+                self._http.heard_at = self._clock()
                 self._note_pause(path == "/ready" and status == 503)
         _log.warning(
             "%s hangs: nothing arrived for %g s, and then it answered none of %d probes; its %d calls fail",
@@ -375,6 +358,7 @@ class Servers:
 
     Attributes:
         slots: a place for each call that may be in flight.
+        runs: the client's calls in progress on this event loop (`Run`).
         max_retries: as given.
     """
 
@@ -388,6 +372,7 @@ class Servers:
     ) -> None:
         self.all = [Server(config, kinds, pauses) for config in configs]
         self.slots = asyncio.Semaphore(fd_limit.max_connections(configs[0].max_connections))
+        self.runs: set[Any] = set()
         self.max_retries = max_retries
         self._num_calls = 0
 
@@ -423,7 +408,7 @@ class Servers:
     @contextmanager
     def pick(
         self, num_samples: int, routing_key: str = "", *, without: Collection[Server] = ()
-    ) -> Generator[Server, None, None]:
+    ) -> Iterator[Server]:
         """Choose the server for a call of `num_samples` samples, which runs in the `with` block.
 
         The samples count as the server's load, and a retryable error in the block as its failure.

@@ -28,7 +28,7 @@ from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import score
 from sglang_topp_client import Rollout, add_trainer_columns, plots, save_rollouts
-from sglang_topp_server.view.build_page import page_of_file
+from sglang_topp_server.view.build_page import page_of_files
 from sglang_topp_server.view.token_text import TokenTexts
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +229,7 @@ def take_screenshots(model_path: Path, folder: Path) -> None:
     )
     page_file = folder / "step-8.html"
     texts = TokenTexts(model_path)
-    page_file.write_bytes(b"".join(page_of_file(folder / "step-8.parquet", tokenizer=texts)))
+    page_file.write_bytes(b"".join(page_of_files([folder / "step-8.parquet"], tokenizer=texts)))
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     executable = chromium or ROOT / ".browser" / "chromium"

@@ -1,7 +1,8 @@
 """Compute what a process of an SGLang server can serve, and why not.
 
 Everything that a server refuses as a whole follows from the SGLang release, the hooks that hold, the server's
-arguments, and the environment, none of which change while it runs. `Capabilities` states it once per process.
+arguments, and the environment, none of which change while it runs (`Capabilities.prompt_sets` is the
+exception). `Capabilities` states it once per process.
 `GET /server_info`, `sglang-topp doctor`, and every refusal read it. The functions `request_problem` and
 `nucleus_problem` say what a request's own sampling parameters rule out.
 
@@ -24,19 +25,6 @@ from sglang_topp_patches.hooks import Hook, Seam
 from sglang_topp_patches.memory import budget_problem
 from sglang_topp_patches.releases import RELEASES, UNLISTED, Feature, installed, internals, refused
 from sglang_topp_patches.request import NUCLEUS, SAMPLER, SOURCE
-
-__all__ = [
-    "Capabilities",
-    "SeamCheck",
-    "Status",
-    "check_seams",
-    "environment_notes",
-    "environment_problems",
-    "nucleus_problem",
-    "remember",
-    "request_problem",
-    "status",
-]
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 
@@ -73,6 +61,18 @@ _CHECKED_ARGUMENTS = frozenset(
     }
 )
 
+# SGLang's classes of prefix caches that separate namespaces: a request reads KV only from its own namespace.
+# The KV in caches of these classes is lost when the scheduler process ends. So these caches never hold KV
+# that an earlier process computed, possibly with other weights.
+_KEYED_CACHES = frozenset(
+    {
+        *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
+        *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
+    }
+)
+# Attributes of SGLang's `Scheduler` that are true if the scheduler reads KV from outside its process.
+_OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -84,28 +84,54 @@ class Capabilities:
         resume: why no answer is resumed (`resumed_tokens`); "" if answers are.
         speculative: why sampled requests get no sets with the server's speculative decoding, which then are
             exact for greedy requests only; "" if sampled requests get sets.
+        scheduler: SGLang's `Scheduler`, in its process.
     """
 
     problems: tuple[str, ...]
     sampler: str
     resume: str
     speculative: str
+    scheduler: Any = None
 
     @classmethod
-    def of(cls, server_args: Any) -> Capabilities:
+    def of(cls, server_args: Any, scheduler: Any = None) -> Capabilities:
         """Compute the capabilities of this process, after SGLang has loaded its plugins.
 
         Args:
             server_args: SGLang's `ServerArgs`; None if this process has not parsed its command line yet.
+            scheduler: SGLang's `Scheduler`, in its process.
         """
         problems = (*status().problems, *_mode_problems(server_args))
         resume = "; ".join(filter(None, (refused(Feature.RESUMED), *problems)))
-        return cls(problems, "; ".join(_sampler_problems()), resume, _greedy_only(server_args))
+        return cls(problems, "; ".join(_sampler_problems()), resume, _greedy_only(server_args), scheduler)
 
     @property
     def sets(self) -> str:
         """Why no request gets sets; "" if requests get sets."""
         return "; ".join(self.problems)
+
+    @property
+    def prompt_sets(self) -> str:
+        """Why a prompt's positions get no sets; "" if they do, and outside of the scheduler's process.
+
+        A scored prompt must not read KV of other weights, which cache namespaces prevent (see
+        `scheduler.requests`). A storage for KV can be attached to a running server, so this is not stored.
+        """
+        for name in _OUTSIDE:
+            if getattr(self.scheduler, name, False):
+                return f"{name}: KV that is stored outside of the engine may come from other weights"
+        cache = getattr(self.scheduler, "tree_cache", None)
+        # SGLang's cache for streaming sessions wraps another cache, its `inner`.
+        kind = type(getattr(cache, "inner", cache)).__name__
+        if cache is not None and kind not in _KEYED_CACHES:
+            return f"the prefix cache {kind} may hold KV of other weights"
+        return ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Which requests for sets are refused although others are served, a sentence each."""
+        reasons = {"at a temperature above 0": self.speculative, "for the sets of a prompt": self.prompt_sets}
+        return [f"requests {kind} are refused: {reason}" for kind, reason in reasons.items() if reason]
 
 
 def request_problem(temperature: Any) -> str:

@@ -34,17 +34,6 @@ from sglang_topp_patches.request import SAMPLER, SOURCE, THRESHOLD, sets_request
 from sglang_topp_patches.scheduler.requests import buffer_of, is_refused, refuse
 from sglang_topp_patches.set_buffer import PackedSets, Problem, SetBuffer
 
-__all__ = [
-    "CALLED",
-    "PATH",
-    "FirstToken",
-    "PrefillServer",
-    "differing_names",
-    "fetch_first_token",
-    "first_token_inputs",
-    "note_first_token",
-]
-
 _FIELD = "the first token's set"
 _LINE_END = b"\n"
 

@@ -37,8 +37,6 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["Hook", "Seam", "after", "around", "before", "hooks_of", "seams_of"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DECLARED = "_sglang_topp_hooks"
 

@@ -25,19 +25,6 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 from sglang_topp_patches.hooks import after
 
-__all__ = [
-    "LIST_FORM_COST",
-    "Budget",
-    "InFlight",
-    "budget",
-    "budget_problem",
-    "busy_refusal",
-    "prompt_refusal",
-    "sample_refusal",
-    "trim_detokenizer",
-    "trimmer",
-]
-
 LIST_FORM_COST = 16
 """The limits count a candidate in JSON lists as this many candidates.
 

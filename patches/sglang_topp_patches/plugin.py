@@ -19,8 +19,6 @@ from typing import Any
 
 from sglang_topp_patches.hooks import Hook, Seam, seams_of
 
-__all__ = ["all_seams", "new_states", "register", "report"]
-
 _DETOKENIZER = "memory"
 # The hooks on one function of SGLang are installed in this order, the innermost first.
 _MODULES = (

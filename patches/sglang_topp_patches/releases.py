@@ -27,20 +27,6 @@ import torch
 from sglang_topp_patches.hooks import Seam
 from sglang_topp_patches.set_buffer import KEY, SetBuffer
 
-__all__ = [
-    "CALLED",
-    "RELEASES",
-    "UNLISTED",
-    "Feature",
-    "Internals",
-    "Outputs",
-    "Release",
-    "installed",
-    "internals",
-    "refused",
-    "take",
-]
-
 CALLED = (
     Seam(
         "sglang.srt.managers.auxiliary_output.append_auxiliary_output",

@@ -12,23 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "BASE64",
-    "DISTRIBUTION",
-    "FIELDS",
-    "NOTHING",
-    "NUCLEUS",
-    "SAMPLER",
-    "SOURCE",
-    "THRESHOLD",
-    "Carried",
-    "SetsRequest",
-    "attach",
-    "attach_part",
-    "sets_request",
-    "without_fields",
-]
-
 THRESHOLD = "top_logprobs_p"
 SOURCE = "top_logprobs_source"
 BASE64 = "return_logprobs_in_base64"

@@ -23,16 +23,6 @@ from numpy.typing import NDArray
 from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.memory import trimmer
 
-__all__ = [
-    "KEY",
-    "NO_SET",
-    "PackedSet",
-    "PackedSets",
-    "Positions",
-    "Problem",
-    "SetBuffer",
-]
-
 KEY = "sglang_topp"
 """The key of `customized_info` under which a request has its `SetBuffer`."""
 

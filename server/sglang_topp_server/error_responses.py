@@ -42,8 +42,6 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client.wire.error_json import error_to_json
 
-__all__ = ["as_sglang_topp_error", "error_body", "error_headers", "from_engine_error", "http_status"]
-
 # The caller's request is at fault if the engine's BadRequestError has one of the following statuses, or no
 # status (None).
 _ABOUT_THE_REQUEST = (None, 400, 413, 422)

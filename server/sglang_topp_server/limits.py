@@ -21,17 +21,6 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.settings import Limits
 
-__all__ = [
-    "LONG_BYTES",
-    "BodyReader",
-    "ConcurrencyLimit",
-    "DisconnectedError",
-    "LongMessageSlots",
-    "MemoryLimit",
-    "MemoryShare",
-    "num_bytes_of",
-]
-
 # uvicorn buffers this many bytes of any body anyway, so smaller bodies need no place.
 _LARGE_BYTES = 1 << 16
 _MAX_LARGE_BODIES = 4

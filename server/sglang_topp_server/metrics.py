@@ -15,8 +15,6 @@ from sglang_topp.errors import SglangToppError
 from sglang_topp_client import Rollout, Score
 from sglang_topp_server.error_responses import http_status
 
-__all__ = ["Metrics", "SizeHistogram"]
-
 _NAMESPACE = "sglang_topp"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)

@@ -1,21 +1,22 @@
 """The candidates whose logits this rank computes, and in which order: built once, and used by every pass.
 
 A position with fewer than two candidates scores 0 under any policy, so the index leaves it out. The logits
-of most other positions are dot products of single rows of the LM head. A position whose set is a large part
-of the vocabulary is *dense*: one matrix product over the whole vocabulary is faster there.
+of most other positions are dot products of single rows of the LM head. Where the set is a large part of the
+vocabulary, one matrix product over the whole vocabulary is faster: a *pass* reads the position. If the scores
+of single candidates are not asked for, the position is *dense*: its candidates are masked and not listed.
 
 The index does not depend on the policy. The policy, the reference, and every epoch over the same
 `CandidateTensors` share one index, with the plans for the sums of the backward pass.
 
 Shape legend: T positions, n candidates in all, A listed positions, m candidates of them that this rank holds,
-D dense positions, S segments, V ids of this rank, C rows of a chunk.
+D dense positions, R positions that a pass reads, S segments, V ids of this rank, C rows of a chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -110,13 +111,16 @@ def first_true(mask: Tensor) -> int | None:
     return int(mask.int().argmax()) if bool(mask.any()) else None
 
 
+Reads: TypeAlias = Literal["dense", "sets", "all"]
+
+
 @dataclass(frozen=True)
 class DenseShare:
-    """When a position is dense: if its set is at least this share of the vocabulary.
+    """When a set is large: if it is at least this share of the vocabulary.
 
     A row of logits takes as long as single logits for this share of its ids, and all rows together take as
-    long as `more_rows` more rows. So no position is dense if the candidates of all dense positions are fewer
-    than this share of `(D + more_rows) * vocab_size`.
+    long as `more_rows` more rows. So no set is large if the candidates of all large sets are fewer than this
+    share of `(D + more_rows) * vocab_size`.
     """
 
     share: float
@@ -138,10 +142,8 @@ class Segments:
     out_rows: Tensor | None = None
     """int64 [S], ascending: the row that each segment is added to, or None if it is row `s`."""
 
-    @functools.cached_property
-    def plans(self) -> dict[int, Any]:
-        """The data that a backend derives from the segments once."""
-        return {}
+    plans: dict[int, Any] = field(default_factory=dict, init=False)
+    """The data that a backend derives from the segments once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +207,6 @@ class RowIds:
 
     def entries(self, rows: slice) -> slice:
         """Return the entries of some rows."""
-        if rows == slice(0, len(self.offsets) - 1):
-            return slice(0, len(self.columns))
         return slice(self.stops[rows.start], self.stops[rows.stop])
 
     def places(self, rows: slice, width: int) -> Tensor:
@@ -225,7 +225,10 @@ class RowIds:
 
 @dataclass(frozen=True, eq=False)
 class CandidateIndex:
-    """The candidates at the listed positions, and the dense positions. All tensors are on one device."""
+    """The listed candidates, and the positions that a pass over the vocabulary reads, all on one device.
+
+    First are the candidates whose logits are computed one by one, then those that the pass picks.
+    """
 
     shard: Shard
     token_ids: Tensor
@@ -233,7 +236,7 @@ class CandidateIndex:
     span_offsets: Tensor
     """int64 [T + 1]: the offsets of all candidate sets."""
     rows: Tensor
-    """int64 [A]: the listed positions: those that are not dense, then the dense ones, each ascending."""
+    """int64 [A]: the listed positions."""
     segment: Tensor
     """int64 [m]: the index in `rows` of each listed candidate's position, ascending."""
     offsets: Tensor
@@ -242,14 +245,18 @@ class CandidateIndex:
     """int64 [m]: the position of each listed candidate."""
     at: Tensor
     """int64 [m]: the index of each listed candidate in the flat arrays of the candidate sets."""
-    gathered: Entries
-    """The listed candidates at positions that are not dense, which come first."""
+    gathered: Entries | None
+    """The candidates whose logits are computed one by one, or None if the pass picks all of them."""
+    read_rows: Tensor | None
+    """int64 [R], ascending: the positions that the pass reads, or None if it reads all T."""
+    num_read: int
+    """R. There is no pass if it is 0."""
+    picks: RowIds
+    """The listed candidates at the positions that the pass reads."""
+    read_ids: RowIds
+    """The candidate sets of these positions; only what this rank holds of them if no position is dense."""
     dense_rows: Tensor
-    """int64 [D]: the dense positions, ascending. They are listed only if every candidate is asked for."""
-    dense_ids: RowIds
-    """The candidates of the dense positions; if these are listed, only those that this rank holds."""
-    lists_dense: bool
-    """Whether any dense position is listed."""
+    """int64 [D], ascending: the dense positions. They are not listed."""
 
     @property
     def num_positions(self) -> int:
@@ -272,9 +279,9 @@ class CandidateIndex:
         device: torch.device,
         shard: Shard,
         *,
-        smallest: int = 2,
-        lists_all: bool = False,
-        dense: Literal["head", "logits"] | None = None,
+        dense: DenseShare | None,
+        lists_all: bool,
+        reads: Reads = "dense",
     ) -> tuple[CandidateIndex, bool]:
         """Return the index, and whether the caller should run checks that wait for the device.
 
@@ -283,25 +290,27 @@ class CandidateIndex:
         should then skip its own checks too.
 
         Args:
-            smallest: the index leaves out positions with fewer candidates.
-            lists_all: list the candidates of dense positions too.
-            dense: the key of `DENSE_SHARES` that decides which positions are dense, or None if none is.
+            dense: when a large set makes its position dense, or None if none does.
+            lists_all: list the candidates of large sets too. Then the pass picks them, and no position is
+                dense.
+            reads: the positions that the pass reads: those of large sets, all positions with a set, or all.
+                If it reads all positions with a set, a set of one candidate is listed too.
 
         Raises:
             InvalidInputError: the `CandidateTensors` are not on `device`.
             InvalidCandidateSetsError: an id is outside the vocabulary, or not on exactly one rank.
         """
         tensors = _sets_on(sets, device)
-        key = (shard, smallest, lists_all, dense)
+        key = (shard, dense, lists_all, reads)
         if (index := tensors._index_cache.get(key)) is not None:
             return index, device.type == "cpu"
         # Turn inference mode off. A later call with gradients may use the stored index, and autograd cannot
         # save inference tensors for the backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            index = _build(tensors, shard, smallest, lists_all, dense)
+            index = _build(tensors, shard, dense, lists_all, reads)
         keys = {key}
-        if dense is None or not len(index.dense_rows):
-            keys |= {(shard, smallest, lists, share) for lists in (False, True) for share in {dense, None}}
+        if not index.num_read:  # no set is large
+            keys |= {(shard, share, lists, reads) for lists in (False, True) for share in {dense, None}}
         tensors._index_cache.update(dict.fromkeys(keys, index))
         return index, True
 
@@ -347,63 +356,60 @@ def _sets_on(sets: CandidateSets | CandidateTensors, device: torch.device) -> Ca
 
 
 def _build(
-    sets: CandidateTensors,
-    shard: Shard,
-    smallest: int,
-    lists_all: bool,
-    dense: Literal["head", "logits"] | None,
+    sets: CandidateTensors, shard: Shard, dense: DenseShare | None, lists_all: bool, reads: Reads
 ) -> CandidateIndex:
     token_ids, sizes = sets.token_ids, sets.offsets.diff()
-    columns, is_listed = shard.columns(token_ids), sizes >= smallest
-    _check_ids(sets, columns, is_listed, shard)
-    is_dense = _dense_positions(sizes, is_listed, shard, dense)
-    rows, at, positions = _entries(is_listed & ~is_dense, columns, sizes, shard.num_ids)
+    columns, has_choice = shard.columns(token_ids), sizes >= (1 if reads == "sets" else 2)
+    _check_ids(sets, columns, has_choice, shard)
+    is_large = _large_sets(sizes, has_choice, shard, dense)
+    is_listed = has_choice if lists_all else has_choice & ~is_large
+    is_read = {"dense": is_large, "sets": has_choice, "all": torch.ones_like(is_large)}[reads]
+    rows, at, positions = _entries(is_listed & ~is_read, columns, sizes, shard.num_ids)
     gathered = Entries(positions, columns.index_select(0, at).long(), len(sizes), shard.stop - shard.start)
-    dense_rows = is_dense.nonzero().squeeze(1)
-    lists_dense = lists_all and len(dense_rows) > 0
-    if lists_dense:
-        _, at_dense, positions_dense = _entries(is_dense, columns, sizes, shard.num_ids)
-        rows, at = torch.cat([rows, dense_rows]), torch.cat([at, at_dense])
-        positions = torch.cat([positions, positions_dense])
-        held = torch.searchsorted(positions_dense, dense_rows)
-        ends = held.new_full((1,), len(at_dense))
-        dense_ids = RowIds(columns.index_select(0, at_dense), torch.cat([held, ends]))
-    else:
-        if len(dense_rows) < len(sizes):
-            columns = columns[torch.repeat_interleave(is_dense, sizes, output_size=len(columns))]
-        dense_ids = RowIds(columns, torch.nn.functional.pad(sizes[dense_rows].cumsum(0), (1, 0)))
-    number = torch.zeros_like(sizes).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
-    segment = number.index_select(0, positions)
-    offsets = _offsets(segment, len(rows))
-    _ = dense_ids.stops  # so that no later call waits for them
+    picked_rows, picked_at, picked = _entries(is_listed & is_read, columns, sizes, shard.num_ids)
+    rows, at, positions = (
+        torch.cat(both) for both in ((rows, picked_rows), (at, picked_at), (positions, picked))
+    )
+    segment = torch.zeros_like(sizes).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+    segment = segment.index_select(0, positions)
+    read_rows, dense_rows = is_read.nonzero().squeeze(1), (has_choice & ~is_listed).nonzero().squeeze(1)
+    num_read = len(read_rows)
+    ends = read_rows.new_full((1,), len(sizes))
+    picks = read_ids = RowIds(
+        columns.index_select(0, picked_at), torch.searchsorted(picked, torch.cat([read_rows, ends]))
+    )
+    if len(dense_rows):
+        if num_read < len(sizes):
+            columns = columns[torch.repeat_interleave(is_read, sizes, output_size=len(columns))]
+        read_ids = RowIds(columns, torch.nn.functional.pad(sizes[read_rows].cumsum(0), (1, 0)))
+    _ = picks.stops, read_ids.stops  # so that no later call waits for them
     return CandidateIndex(
         shard,
         token_ids,
         sets.offsets.clone(),  # not an inference tensor
         rows,
         segment,
-        offsets,
+        _offsets(segment, len(rows)),
         positions,
         at,
-        gathered,
+        None if num_read and not len(gathered.ids) else gathered,
+        None if num_read == len(sizes) else read_rows,
+        num_read,
+        picks,
+        read_ids,
         dense_rows,
-        dense_ids,
-        lists_dense,
     )
 
 
-def _dense_positions(
-    sizes: Tensor, is_listed: Tensor, shard: Shard, dense: Literal["head", "logits"] | None
-) -> Tensor:
-    """Return bool [T], True at the dense positions."""
+def _large_sets(sizes: Tensor, has_choice: Tensor, shard: Shard, dense: DenseShare | None) -> Tensor:
+    """Return bool [T], True at the positions whose sets are a large part of the vocabulary."""
     if dense is not None:
-        share = DENSE_SHARES[dense]
-        smallest = share.share * shard.count_ids(sizes.device)
-        is_large = is_listed & (sizes >= smallest)
+        smallest = dense.share * shard.count_ids(sizes.device)
+        is_large = has_choice & (sizes >= smallest)
         num_rows, num_candidates = torch.stack([is_large.sum(), sizes[is_large].sum()]).tolist()
-        if num_rows and num_candidates >= smallest * (num_rows + share.more_rows):
+        if num_rows and num_candidates >= smallest * (num_rows + dense.more_rows):
             return is_large
-    return torch.zeros_like(is_listed)
+    return torch.zeros_like(has_choice)
 
 
 def _entries(is_row: Tensor, columns: Tensor, sizes: Tensor, num_ids: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,8 @@ Shape legend: T positions, H hidden size, V ids held by this rank, n candidates 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -19,10 +20,11 @@ from sglang_topp.candidates.csr_operations import first_true as first_true_on_ho
 from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of, rows_of
 from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
-from sglang_topp.replay.candidate_index import CandidateIndex, Shard, first_true
+from sglang_topp.replay.candidate_index import DENSE_SHARES, CandidateIndex, Shard, first_true
 from sglang_topp.replay.lm_head import WeightGrad
+from sglang_topp.replay.logits import LogitTransform, Other, Work, evaluate
 from sglang_topp.replay.row_selection import as_bool_mask
-from sglang_topp.replay.scores import Policy, kl_terms, score_sets
+from sglang_topp.replay.scores import head_policy
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
@@ -132,69 +134,51 @@ def distillation_loss(
             or by several ranks; or the probabilities of a set sum to more than 1.002. A sum from 1 to 1.002
             may come from rounding, and raises no error.
     """
-    _check_names(direction, outside)
-    has_tail, reverse = outside == "tail", direction == "reverse"
-    shard = Shard.of(len(weight), vocab_start, vocab_size, tp_group)
-    policy = Policy.of_head(
-        hidden,
-        weight,
-        bias,
-        targets=None,
-        scaling=(temperature, softcap, logit_scale),
-        shard=shard,
-        chunk_rows=chunk_rows,
-        weight_grad=weight_grad,
-        backend=backend,
-    )
-    num_positions, device = len(hidden), hidden.device
-    if len(teacher_sets) != num_positions:
-        raise InvalidInputError(
-            f"teacher_sets: got {len(teacher_sets)} positions for {num_positions} hidden states; position t"
-            " belongs to the state that predicts its token"
-        )
-    transform = policy.transform(device, num_positions)
-    counts = teacher_sets.sizes > 0
-    if loss_mask is not None:
-        counts &= as_bool_mask(loss_mask, num_positions)
-    teacher_sets, log_teacher, log_others = _teacher(
-        teacher_sets,
-        counts,
-        shard.count_ids(device) if has_tail else None,
-        _SMALLEST_TAIL if reverse else 0.0,
-    )
-    index, _ = CandidateIndex.of(
-        teacher_sets,
-        device,
-        shard,
-        smallest=1 if has_tail else 2,
-        lists_all=True,
-        dense=None if has_tail else policy.dense,
-    )
-    scores, log_tail = score_sets(policy, index, transform, each=True, tail=has_tail)
-
-    def terms(student: Tensor | None, log_probs: NDArray[np.float64] | None) -> Tensor:
-        assert student is not None
-        teacher = torch.tensor(log_probs, dtype=policy.dtype, device=device)
-        return kl_terms(student, teacher) if reverse else kl_terms(teacher, student)
-
-    kl = index.sum_candidates(terms(scores.candidate_logprobs, log_teacher))
-    if log_tail is not None:
-        kl = kl + terms(log_tail, log_others)
-    if (position := first_true(~kl.isfinite())) is not None:
-        raise InvalidInputError(
-            f"the KL at position {position} is {float(kl.detach()[position])}: this policy gives a candidate,"
-            " or all that is outside of the set, no probability, or among its logits is a NaN or +inf"
-        )
-    return DistillationLoss(kl, torch.tensor(counts, device=device))
-
-
-def _check_names(direction: str, outside: str) -> None:
     for name, got, known in (
         ("direction", direction, ("forward", "reverse")),
         ("outside", outside, ("tail", "renormalized")),
     ):
         if got not in known:
             raise InvalidInputError(f"{name}: got {got!r}, expected {known[0]!r} or {known[1]!r}")
+    has_tail, device, num_positions = outside == "tail", hidden.device, len(hidden)
+    transform = LogitTransform(temperature, softcap, logit_scale)
+    shard = Shard.of(len(weight), vocab_start, vocab_size, tp_group)
+    policy, tensors = head_policy(
+        hidden, weight, bias, None, transform, shard, chunk_rows, weight_grad, backend
+    )
+    if len(teacher_sets) != num_positions:
+        raise InvalidInputError(
+            f"teacher_sets: got {len(teacher_sets)} positions for {num_positions} hidden states; position t"
+            " belongs to the state that predicts its token"
+        )
+    policy = replace(policy, transform=transform.on(device, num_positions, may_wait=True))
+    counts = teacher_sets.sizes > 0
+    if loss_mask is not None:
+        counts &= as_bool_mask(loss_mask, num_positions)
+    sets, log_teacher, log_tail = _teacher(
+        teacher_sets,
+        counts,
+        shard.count_ids(device) if has_tail else None,
+        _SMALLEST_TAIL if direction == "reverse" else 0.0,
+    )
+    index, _ = CandidateIndex.of(
+        sets,
+        device,
+        shard,
+        dense=None if has_tail else DENSE_SHARES["head"],
+        lists_all=True,
+        reads="sets" if has_tail else "dense",
+    )
+    as_tensor = functools.partial(torch.tensor, dtype=policy.dtype, device=device)
+    log_outside = None if log_tail is None else as_tensor(log_tail)
+    other = Other(as_tensor(log_teacher), log_outside, is_first=direction == "forward")
+    kl = evaluate(Work(policy, index, other=other), *tensors)[3]
+    if (position := first_true(~kl.isfinite())) is not None:
+        raise InvalidInputError(
+            f"the KL at position {position} is {float(kl.detach()[position])}: this policy gives a candidate,"
+            " or all that is outside of the set, no probability, or among its logits is a NaN or +inf"
+        )
+    return DistillationLoss(kl, torch.tensor(counts, device=device))
 
 
 def _teacher(
@@ -216,10 +200,6 @@ def _teacher(
         InvalidInputError: the sets have no log-probs.
         InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
     """
-    if not sets.has_logprobs:
-        raise InvalidInputError(
-            "teacher_sets: these sets have no log-probs; a request for top_logprobs_p gives them"
-        )
     sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
     logprobs = sets.logprobs.astype(np.float64)
     log_mass = log_sum_exp(logprobs, sets.offsets)

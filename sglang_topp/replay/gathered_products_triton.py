@@ -1,6 +1,6 @@
 """Triton kernels for dot products of candidates' rows, and for sums of rows over segments.
 
-`gathered_products` has the same functions in plain torch, and their docstrings. The kernels read the rows
+`lm_head` has the same functions in plain torch, and their docstrings. The kernels read the rows
 where they are, without a copy, and sum in float32.
 
 A call for sums launches at most two kernels. If a segment has at most `_PIECE` entries, the first kernel sums
@@ -17,8 +17,6 @@ Shape legend: m entries or dot products, S segments, P pieces of segments, H hid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +32,7 @@ _MAX_BLOCK = 1024
 
 
 def gathered_dot(left: Tensor, right: Tensor, entries: Entries, *, out_dtype: torch.dtype) -> Tensor:
-    """Compute `gathered_products.gathered_dot` with float32 sums."""
+    """Compute `lm_head.gathered_dot` with float32 sums."""
     left, right = _with_contiguous_rows(left), _with_contiguous_rows(right)
     num_entries, width = len(entries.ids), left.shape[1]
     out_m = torch.empty(num_entries, dtype=out_dtype, device=left.device)
@@ -57,7 +55,7 @@ def gathered_dot(left: Tensor, right: Tensor, entries: Entries, *, out_dtype: to
 
 
 def segment_sum(source: Tensor, segments: Segments, weights: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """Compute `gathered_products.segment_sum` with float32 sums."""
+    """Compute `lm_head.segment_sum` with float32 sums."""
     num_segments = len(segments.offsets) - 1
     out_SH = torch.zeros((num_segments, source.shape[1]), dtype=out_dtype, device=source.device)
     _sum_segments(out_SH, source, segments, weights, adds=False)
@@ -65,91 +63,76 @@ def segment_sum(source: Tensor, segments: Segments, weights: Tensor, *, out_dtyp
 
 
 def segment_add(out: Tensor, source: Tensor, segments: Segments, weights: Tensor) -> None:
-    """Compute `gathered_products.segment_add` with float32 sums, without waiting for the device."""
+    """Compute `lm_head.segment_add` with float32 sums, without waiting for the device."""
     _sum_segments(out, source, segments, weights, adds=True)
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Where the pieces of the segments begin and end. One Triton program sums one piece.
+def _pieces_of(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return the pieces of the segments, and the segments that have several.
 
-    Only the GPU knows how many pieces there are. Instead of waiting for it, the host assumes the largest
-    possible number, and a program without a piece returns at once.
+    Only the GPU knows how many there are. Instead of waiting for it, the host assumes the largest possible
+    numbers. Where there is none, the row is -1, and a program returns at once.
+
+    Returns:
+        int64 [P, 4]: for each piece, its first entry, the entry after its last, the row for its sum, and
+        whether this is a row of the partial sums and not of the output. And int64 [P', 3]: for each segment
+        with several pieces, its first partial sum, the number of them, and its row of the output.
     """
+    offsets, num_segments, num_entries = (
+        segments.offsets,
+        len(segments.offsets) - 1,
+        len(segments.source_rows),
+    )
+    max_long = num_entries // _PIECE
+    numbers = torch.arange(min(num_segments, num_entries) + max_long, device=offsets.device)
+    count_S = (offsets.diff() + (_PIECE - 1)) // _PIECE
+    end_S, is_long_S = count_S.cumsum(0), count_S > 1
+    partial_S = torch.where(is_long_S, count_S, 0).cumsum(0) - count_S
+    out_row_S = segments.out_rows
+    if out_row_S is None:
+        out_row_S = torch.arange(num_segments, device=offsets.device)
 
-    segment_P: Tensor
-    """The segment of each piece; S where there is no piece."""
-    count_S: Tensor
-    """The number of pieces of each segment; 0 if it is empty."""
-    end_S: Tensor
-    """The running sum of `count_S`."""
-    partial_end_S: Tensor
-    """The running sum of `count_S` over the segments with two or more pieces, which have partial sums."""
-    long_segments: Tensor
-    """The segments with two or more pieces, then S."""
+    def some(segment: Tensor) -> tuple[Tensor, ...]:
+        """Return values of some segments: the row is -1 where there is no segment."""
+        is_none, segment = segment == num_segments, segment.clamp(max=num_segments - 1)
+        arrays = (offsets[:-1], offsets[1:], end_S - count_S, count_S, partial_S, out_row_S)
+        *values, out_row = (array.index_select(0, segment) for array in arrays)
+        return *values, out_row.masked_fill(is_none, -1)
 
-    @classmethod
-    def of(cls, segments: Segments) -> _Pieces:
-        num_segments, num_entries = len(segments.offsets) - 1, len(segments.source_rows)
-        device, max_long = segments.offsets.device, num_entries // _PIECE
-        numbers = torch.arange(min(num_segments, num_entries) + max_long, device=device)
-        count_S = (segments.offsets.diff() + (_PIECE - 1)) // _PIECE
-        end_S = count_S.cumsum(0)
-        return cls(
-            torch.searchsorted(end_S, numbers, right=True),
-            count_S,
-            end_S,
-            torch.where(count_S > 1, count_S, 0).cumsum(0),
-            torch.searchsorted((count_S > 1).cumsum(0), numbers[:max_long] + 1),
-        )
+    start, stop, first, count, partial, row = some(torch.searchsorted(end_S, numbers, right=True))
+    number = numbers - first
+    start = start + number * _PIECE
+    row = torch.where((count > 1) & (row >= 0), partial + number, row)
+    pieces = torch.stack([start, torch.minimum(start + _PIECE, stop), row, (count > 1).long()], dim=1)
+    *_, count, partial, row = some(torch.searchsorted(is_long_S.cumsum(0), numbers[:max_long] + 1))
+    return pieces, torch.stack([partial, count, row], dim=1)
 
 
 def _sum_segments(out_RH: Tensor, source: Tensor, segments: Segments, weights: Tensor, *, adds: bool) -> None:
     """Write the sum of each segment to its row of `out_RH`, or add it to row `segments.out_rows[s]`."""
     source = _with_contiguous_rows(source)
-    width, num_segments = source.shape[1], len(segments.offsets) - 1
-    if not num_segments or not width or not len(weights):
+    width, block = source.shape[1], _block(source.shape[1])
+    if len(segments.offsets) == 1 or not width or not len(weights):
         return
     if _PIECE not in segments.plans:
-        segments.plans[_PIECE] = _Pieces.of(segments)
-    pieces: _Pieces = segments.plans[_PIECE]
-    max_long, block = len(pieces.long_segments), _block(width)
+        segments.plans[_PIECE] = _pieces_of(segments)
+    pieces, long_segments = segments.plans[_PIECE]
+    max_long, num_blocks = len(long_segments), triton.cdiv(width, block)
     partial_PH = torch.empty((2 * max_long, width), dtype=torch.float32, device=source.device)
-    out = (
-        out_RH,
-        segments.out_rows if adds else segments.offsets,  # the kernels read it only if they add
-        out_RH.stride(0),
-        out_RH.stride(1),
-        num_segments,
-        width,
-    )
+    out = (partial_PH, out_RH, out_RH.stride(0), out_RH.stride(1), width)
     with torch.cuda.device(source.get_device()):
-        _piece_kernel[(len(pieces.segment_P), triton.cdiv(width, block))](
+        _piece_kernel[(len(pieces), num_blocks)](
+            pieces,
             source,
+            source.stride(0),
             segments.source_rows,
             weights,
-            pieces.segment_P,
-            segments.offsets,
-            pieces.count_S,
-            pieces.end_S,
-            pieces.partial_end_S,
-            partial_PH,
             *out,
-            source.stride(0),
             ADDS=adds,
-            PIECE=_PIECE,
             BLOCK=block,
         )
         if max_long:
-            _join_kernel[(max_long, triton.cdiv(width, block))](
-                partial_PH,
-                pieces.long_segments,
-                pieces.count_S,
-                pieces.partial_end_S,
-                *out,
-                ADDS=adds,
-                BLOCK=block,
-            )
+            _join_kernel[(max_long, num_blocks)](long_segments, *out, ADDS=adds, BLOCK=block)
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:
@@ -190,80 +173,63 @@ def _dot_kernel(
     tl.store(out_ptr + entry, tl.sum(total, axis=1), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit
 def _piece_kernel(
+    pieces_ptr,
     source_ptr,
+    source_stride,
     source_rows_ptr,
     weights_ptr,
-    piece_segment_ptr,
-    segment_start_ptr,
-    pieces_ptr,
-    piece_end_ptr,
-    partial_end_ptr,
     partial_ptr,
     out_ptr,
-    out_row_ptr,
     out_stride,
     out_column_stride,
-    num_segments,
     width,
-    source_stride,
     ADDS: tl.constexpr,
-    PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    piece = tl.program_id(0)
-    segment = tl.load(piece_segment_ptr + piece)
-    if segment < num_segments:
-        pieces = tl.load(pieces_ptr + segment)
-        number = piece - (tl.load(piece_end_ptr + segment) - pieces)
-        start = tl.load(segment_start_ptr + segment) + number * PIECE
-        stop = tl.minimum(start + PIECE, tl.load(segment_start_ptr + segment + 1))
+    piece_ptr = pieces_ptr + 4 * tl.program_id(0)
+    row = tl.load(piece_ptr + 2)
+    if row >= 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for entry in range(start, stop):
-            row = tl.load(source_rows_ptr + entry).to(tl.int64) * source_stride
-            value = tl.load(source_ptr + row + column, mask=mask, other=0.0)
+        for entry in range(tl.load(piece_ptr), tl.load(piece_ptr + 1)):
+            source_row = tl.load(source_rows_ptr + entry).to(tl.int64) * source_stride
+            value = tl.load(source_ptr + source_row + column, mask=mask, other=0.0)
             total += tl.load(weights_ptr + entry) * value.to(tl.float32)
-        if pieces == 1:
-            row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
-            place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
-            if ADDS:
-                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(place, total, mask=mask)
+        if tl.load(piece_ptr + 3) == 1:
+            tl.store(partial_ptr + row * width + column, total, mask=mask)
         else:
-            partial = tl.load(partial_end_ptr + segment) - pieces + number
-            tl.store(partial_ptr + partial.to(tl.int64) * width + column, total, mask=mask)
+            _store(out_ptr, row * out_stride + column.to(tl.int64) * out_column_stride, total, mask, ADDS)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit
 def _join_kernel(
+    long_segments_ptr,
     partial_ptr,
-    long_segment_ptr,
-    pieces_ptr,
-    partial_end_ptr,
     out_ptr,
-    out_row_ptr,
     out_stride,
     out_column_stride,
-    num_segments,
     width,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    segment = tl.load(long_segment_ptr + tl.program_id(0))
-    if segment < num_segments:
+    segment_ptr = long_segments_ptr + 3 * tl.program_id(0)
+    row = tl.load(segment_ptr + 2)
+    if row >= 0:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
-        pieces = tl.load(pieces_ptr + segment)
-        first = (tl.load(partial_end_ptr + segment) - pieces).to(tl.int64) * width
+        first = tl.load(segment_ptr) * width
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for _ in range(pieces):
+        for _ in range(tl.load(segment_ptr + 1)):
             total += tl.load(partial_ptr + first + column, mask=mask, other=0.0)
             first += width
-        row = (tl.load(out_row_ptr + segment) if ADDS else segment).to(tl.int64)
-        place = out_ptr + row * out_stride + column.to(tl.int64) * out_column_stride
-        if ADDS:
-            total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(place, total, mask=mask)
+        _store(out_ptr, row * out_stride + column.to(tl.int64) * out_column_stride, total, mask, ADDS)
+
+
+@triton.jit
+def _store(out_ptr, place, total, mask, ADDS: tl.constexpr):
+    if ADDS:
+        total += tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total, mask=mask)

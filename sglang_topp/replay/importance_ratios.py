@@ -10,7 +10,7 @@ micro-batches or ranks can therefore be combined into the exact metrics of all t
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from sglang_topp.replay.candidate_index import reduce_max, reduce_sum
 from sglang_topp.replay.row_selection import as_bool_mask
 
 __all__ = ["ReplayMetrics", "replay_metrics", "replayed_old_logprobs"]
-
-_MAXIMA = ("max_ratio", "max_set_size")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class ReplayMetrics:
 
     def __add__(self, other: ReplayMetrics) -> ReplayMetrics:
         """Combine the metrics of two groups of tokens."""
-        mine, theirs = np.array(astuple(self)), np.array(astuple(other))
-        return self._of((mine + theirs).tolist(), np.maximum(mine, theirs).tolist())
+        both = np.array([astuple(self), astuple(other)])
+        return _metrics_of(both.sum(axis=0), both.max(axis=0))
 
     def all_reduce(
         self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
@@ -73,13 +71,7 @@ class ReplayMetrics:
         """
         sums = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         maxima = reduce_max(sums.clone(), group)
-        return self._of(reduce_sum(sums, group).tolist(), maxima.tolist())
-
-    @classmethod
-    def _of(cls, sums: list[float], maxima: list[float]) -> ReplayMetrics:
-        """Return the metrics whose fields are maxima where `_MAXIMA` says so, and else sums."""
-        three = zip(fields(cls), sums, maxima, strict=True)
-        return cls(*(high if field.name in _MAXIMA else total for field, total, high in three))
+        return _metrics_of(reduce_sum(sums, group), maxima)
 
     def summary(self) -> dict[str, float]:
         """Return means and maxima by name, for a logger.
@@ -102,6 +94,11 @@ class ReplayMetrics:
             "replay/singleton_share": mean(self.singletons, self.tokens),
             "replay/forced_share": mean(self.forced_tokens, self.judged_tokens),
         }
+
+
+def _metrics_of(sums: np.ndarray | Tensor, maxima: np.ndarray | Tensor) -> ReplayMetrics:
+    """Return metrics from the sums and the maxima of all fields. The last two fields are maxima."""
+    return ReplayMetrics(*sums[:-2].tolist(), *maxima[-2:].tolist())
 
 
 def replay_metrics(
@@ -143,7 +140,9 @@ def replay_metrics(
     with np.errstate(over="ignore", invalid="ignore"):
         log_ratios = numbers(logprobs) - numbers(old_logprobs)
         ratios = np.exp(log_ratios)
-    sizes = candidates.sizes[counts]
+    sizes, kept_mass = candidates.sizes[counts], float("nan") if counts.any() else 0.0
+    if candidates.has_logprobs:
+        kept_mass = float(np.exp(candidates.logprob_sum[counts], dtype=np.float64).sum())
     judged = forced = 0.0
     if p is not None:
         thresholds = to_numpy(p).astype(np.float64)
@@ -165,7 +164,7 @@ def replay_metrics(
         ratios=float(ratios.sum()),
         far_ratios=float(np.count_nonzero(np.abs(ratios - 1) > 0.1)),
         log_ratios=float(log_ratios.sum()),
-        kept_mass=_kept_mass(candidates, counts),
+        kept_mass=kept_mass,
         candidates=float(sizes.sum()),
         singletons=float(np.count_nonzero(sizes == 1)),
         judged_tokens=judged,
@@ -173,12 +172,6 @@ def replay_metrics(
         max_ratio=float(ratios.max(initial=0.0)),
         max_set_size=float(sizes.max(initial=0)),
     )
-
-
-def _kept_mass(candidates: CandidateSets, counts: np.ndarray) -> float:
-    if not candidates.has_logprobs:
-        return float("nan") if counts.any() else 0.0
-    return float(np.exp(candidates.logprob_sum[counts].astype(np.float64)).sum())
 
 
 def _mass_above_sampled(candidates: CandidateSets) -> np.ndarray:
@@ -205,11 +198,6 @@ def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | 
             from a sampling mask of unpatched SGLang may have no log-probs. For such sets, use SGLang's
             `output_token_sampling_logprobs` as old log-probs.
     """
-    if not candidates.has_logprobs:
-        raise InvalidInputError(
-            "candidates: these sets have no log-probs, so their kept mass is not known; with SGLang's"
-            " sampling mask, its `output_token_sampling_logprobs` (one per token) are the old log-probs"
-        )
     if output_ids is not None:
         ids = to_numpy(output_ids)
         if ids.shape != (len(candidates),):

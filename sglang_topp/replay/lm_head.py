@@ -1,44 +1,57 @@
 """The LM head as a source of raw outputs, and the gradient of its weight: dense, or added to a buffer.
 
+The logits of single candidates are dot products of rows, and their gradients are sums of rows over segments:
+`weights[e] * source[source_rows[e]]` for the entries `e` of a segment. The functions here compute them in
+plain torch, on any device, in float32 (float64 for float64 inputs), and in a fixed order, so results are
+bitwise reproducible. `gathered_products_triton` has the same functions for NVIDIA GPUs.
+
+On a CPU, torch's threads wait for each other after each operation, so fewer operations are faster. By
+default, waiting threads spin, and so occupy cores that other processes could use. On a busy machine, set
+`OMP_WAIT_POLICY=passive`, so that waiting threads sleep.
+
 A dense gradient has shape [V, H], even if few ids occur in the candidate sets. If only the candidates' logits
 are computed, the LM head spends nearly all of its time on the dense gradient. If the caller passes a buffer
 [V, H], the backward adds the gradient to the buffer's rows at the candidate ids, and does not touch the
 buffer's other rows.
 
-Shape legend: T positions, R rows of a pass, H hidden size, V ids held by this rank, C rows of a chunk, m
-candidates.
+Shape legend: T positions, R rows of a pass or of a matrix, H hidden size, V ids held by this rank, C rows of
+a chunk, m candidates or entries, S segments, L rows of a matrix.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any, Literal, TypeAlias
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import gathered_products
-from sglang_topp.replay.candidate_index import Entries, Shard, reduce_sum
+from sglang_topp.replay.candidate_index import Entries, Segments, Shard, reduce_sum
 
 __all__ = [
     "HeadSource",
+    "LogitsSource",
+    "Products",
+    "Source",
     "WeightGrad",
     "WeightGradSink",
-    "accumulation_dtype",
-    "check_head",
-    "check_targets",
-    "products_of",
-    "refuse_dtensors",
+    "check_tensors",
+    "gathered_dot",
+    "segment_add",
+    "segment_sum",
 ]
 
 WeightGrad: TypeAlias = Literal["dense"] | Tensor
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WEIGHT_ROWS = 1 << 13
+_PRODUCT_BYTES = 1 << 23  # larger steps exceed a CPU's cache; smaller steps need more thread barriers
 
 
 class HeadSource:
@@ -58,7 +71,7 @@ class HeadSource:
         rows: Tensor | None,
         shard: Shard,
         dtype: torch.dtype,
-        ops: ModuleType,
+        ops: Products,
         sink: WeightGradSink,
     ) -> None:
         """Read the head. A pass reads the positions `rows`."""
@@ -158,6 +171,46 @@ class HeadSource:
             grad_VH[rows] += self._product(grad_CV[:, rows].t(), read_CH)
 
 
+class LogitsSource:
+    """Existing logits [T, V], which are only read. They count as raw outputs."""
+
+    def __init__(self, logits: Tensor, *, rows: Tensor | None, num_ids: int, dtype: torch.dtype) -> None:
+        self._logits, self._rows, self._num_ids, self._dtype = logits, rows, num_ids, dtype
+
+    def saved(self, *, has_pass: bool) -> tuple[Tensor]:
+        # Without a pass, the backward does not need the logits, so the caller may free or overwrite them.
+        return (self._logits if has_pass else self._logits.new_empty(()).expand(self._logits.shape),)
+
+    def gather(self, entries: Entries) -> Tensor:
+        return self._logits[entries.positions, entries.ids].to(self._dtype)
+
+    def raw(self, part: slice) -> Tensor:
+        if self._rows is None:
+            return self._logits[part, : self._num_ids].to(self._dtype, copy=True)
+        return self._logits[:, : self._num_ids].index_select(0, self._rows[part]).to(self._dtype)
+
+    def gradients(
+        self,
+        wanted: tuple[bool, ...],
+        gathered: tuple[Entries, Tensor] | None,
+        chunks: Iterable[tuple[slice, Tensor]] | None,
+    ) -> tuple[Tensor]:
+        grad_TV = torch.zeros(self._logits.shape, dtype=self._logits.dtype, device=self._logits.device)
+        rows_TV = grad_TV[:, : self._num_ids]
+        for part, grad_CV in chunks or ():
+            if self._rows is None:
+                rows_TV[part] = grad_CV
+            else:
+                rows_TV.index_copy_(0, self._rows[part], grad_CV.to(grad_TV.dtype))
+        if gathered is not None:
+            entries, grad_m = gathered  # no candidate occurs twice
+            grad_TV[entries.positions, entries.ids] = grad_m.to(grad_TV.dtype)
+        return (grad_TV,)
+
+
+Source: TypeAlias = HeadSource | LogitsSource
+
+
 class WeightGradSink:
     """Takes the weight's gradient in parts, and delivers their sum.
 
@@ -172,16 +225,15 @@ class WeightGradSink:
         weight: Tensor,
         hidden: Tensor,
         dtype: torch.dtype,
-        ops: ModuleType,
+        ops: Products,
     ) -> None:
         """Check `weight_grad`. `dtype` is that of the sums, and `ops` sums rows over segments."""
-        _check(weight_grad, weight, hidden, dtype)
-        self._where, self._ops = weight_grad, ops
-        self._shape, self._dtype = weight.shape, weight.dtype
+        self._buffer = _buffer_of(weight_grad, weight, hidden, dtype)
+        self._ops, self._shape, self._dtype = ops, weight.shape, weight.dtype
         # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
         # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
         self._leaf = weight if weight.is_leaf else None
-        self._is_grad = _is_its_grad(weight_grad, self._leaf)
+        self._is_grad = self._buffer is not None and _is_its_grad(self._buffer, self._leaf)
         self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
 
     def attach(self, weight: Tensor) -> Tensor:
@@ -206,28 +258,26 @@ class WeightGradSink:
         """Return the gradient for autograd, in the dtype of the weight, or None if it is in the buffer."""
         assert self._parts is not None
         (hidden, gathered, total), self._parts = self._parts, None
-        out = self._where if isinstance(self._where, Tensor) and total is None else total
-        if isinstance(self._where, Tensor):
-            self._check_still_there()
-        if gathered is not None and out is not None:
-            self._ops.segment_add(out, hidden, gathered[0].by_distinct_id, gathered[1])
-        if isinstance(self._where, Tensor):
-            if total is not None:
-                self._where.add_(total)
-            return self._for_megatron()
-        if total is None and gathered is not None:
-            entries, grad_m = gathered
-            total = self._ops.segment_sum(hidden, entries.by_id, grad_m, out_dtype=self._dtype)
-        return None if total is None else total.to(self._dtype)
-
-    def _check_still_there(self) -> None:
-        if self._is_grad and not _is_its_grad(self._where, self._leaf):
+        buffer = self._buffer
+        if buffer is not None and self._is_grad and not _is_its_grad(buffer, self._leaf):
             raise InvalidInputError(
                 "weight_grad: it was weight.grad when the scores were made, and is not any more; the gradient"
                 " would be lost. Call zero_grad before, or with set_to_none=False"
             )
+        if gathered is not None:
+            entries, grad_m = gathered
+            out = buffer if total is None else total
+            if out is None:
+                total = self._ops.segment_sum(hidden, entries.by_id, grad_m, out_dtype=self._dtype)
+            else:
+                self._ops.segment_add(out, hidden, entries.by_distinct_id, grad_m)
+        if buffer is None:
+            return None if total is None else total.to(self._dtype)
+        if total is not None:
+            buffer.add_(total)
+        return self._for_megatron(buffer)
 
-    def _for_megatron(self) -> Tensor | None:
+    def _for_megatron(self, buffer: Tensor) -> Tensor | None:
         """Return the weight's gradient for autograd: zeros for Megatron, else None.
 
         For Megatron, `weight.main_grad` already contains the actual gradient. Megatron's data parallelism
@@ -238,7 +288,7 @@ class WeightGradSink:
         weight = self._leaf
         if weight is None or not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        if not _is_main_grad(self._where, weight):
+        if not _is_main_grad(buffer, weight):
             return None
         weight.grad_added_to_main_grad = True
         no_id = torch.empty((1, 0), dtype=torch.int64, device=weight.device)
@@ -258,71 +308,65 @@ class _Deliver(torch.autograd.Function):
         return ctx.sink.deliver(), None
 
 
-def _check(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError unless `weight_grad` is "dense" or a valid buffer for the gradient.
+def _buffer_of(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the buffer for the gradient, whose sums have a dtype, or None for "dense".
 
-    `dtype` is the dtype in which the backward sums the gradient.
+    Raises:
+        InvalidInputError: `weight_grad` is neither "dense" nor a valid buffer.
     """
     if not isinstance(weight_grad, Tensor):
         if isinstance(weight_grad, str) and weight_grad == "dense":
-            return
+            return None
         hint = "; where weight.grad is None, set it to zeros first" if weight_grad is None else ""
         raise InvalidInputError(
             f"weight_grad: got {weight_grad!r}, expected 'dense' or a buffer [V, H]{hint}"
-        )
-    if weight.requires_grad and not weight.is_leaf:
-        raise InvalidInputError(
-            "weight_grad: got a buffer for a weight that is computed from parameters, which would get no"
-            " gradient; use 'dense', or pass the parameter itself"
         )
     if weight_grad.layout != torch.strided or weight_grad.shape != weight.shape:
         raise InvalidInputError(
             f"weight_grad: got shape {tuple(weight_grad.shape)} and layout {weight_grad.layout},"
             f" expected a dense {tuple(weight.shape)}, as weight"
         )
-    if weight_grad.dtype not in (dtype, weight.dtype):
-        raise InvalidInputError(
-            f"weight_grad: got dtype {weight_grad.dtype}, expected {dtype} or weight's {weight.dtype}"
-        )
-    if weight_grad.device != weight.device:
-        raise InvalidInputError(
-            f"weight_grad: it is on {weight_grad.device}, and weight is on {weight.device}"
-        )
-    if weight_grad.requires_grad:
-        raise InvalidInputError("weight_grad: it requires a gradient; give a buffer, not a parameter")
-    if _overlaps_itself(weight_grad):
-        raise InvalidInputError("weight_grad: its elements share memory; give a buffer of its own")
-    for name, tensor in (("weight", weight), ("hidden", hidden)):
-        if _share_memory(weight_grad, tensor):
-            raise InvalidInputError(f"weight_grad: it shares {name}'s memory, which it would overwrite")
-    if weight_grad.is_inference():
-        raise InvalidInputError("weight_grad: it was made in inference mode, so backward cannot write to it")
-    if _is_main_grad(weight_grad, weight) and getattr(weight, "overwrite_main_grad", False):
-        raise InvalidInputError(
-            "weight_grad: weight.overwrite_main_grad is set, so main_grad holds no sum to add to;"
-            " use 'dense' with Megatron-FSDP"
-        )
+    overwrites = getattr(weight, "overwrite_main_grad", False) and _is_main_grad(weight_grad, weight)
+    problems = {
+        "got a buffer for a weight that is computed from parameters, which would get no gradient; use"
+        " 'dense', or pass the parameter itself": weight.requires_grad and not weight.is_leaf,
+        f"got dtype {weight_grad.dtype}, expected {dtype} or weight's {weight.dtype}": (
+            weight_grad.dtype not in (dtype, weight.dtype)
+        ),
+        f"it is on {weight_grad.device}, and weight is on {weight.device}": (
+            weight_grad.device != weight.device
+        ),
+        "it requires a gradient; give a buffer, not a parameter": weight_grad.requires_grad,
+        "its elements share memory; give a buffer of its own": _overlaps_itself(weight_grad),
+        "it shares weight's memory, which it would overwrite": _share_memory(weight_grad, weight),
+        "it shares hidden's memory, which it would overwrite": _share_memory(weight_grad, hidden),
+        "it was made in inference mode, so backward cannot write to it": weight_grad.is_inference(),
+        "weight.overwrite_main_grad is set, so main_grad holds no sum to add to; use 'dense' with"
+        " Megatron-FSDP": overwrites,
+    }
+    for problem, is_true in problems.items():
+        if is_true:
+            raise InvalidInputError(f"weight_grad: {problem}")
+    return weight_grad
 
 
-def _is_its_grad(buffer: WeightGrad, leaf: Tensor | None) -> bool:
+def _is_its_grad(buffer: Tensor, leaf: Tensor | None) -> bool:
     """Return whether `buffer` is `leaf.grad`, or shares memory with `leaf.grad`."""
     grad = None if leaf is None else leaf.grad
-    if grad is None or grad.layout != torch.strided or not isinstance(buffer, Tensor):
+    if grad is None or grad.layout != torch.strided:
         return False
     return buffer is grad or _share_memory(buffer, grad)
 
 
 def _share_memory(left: Tensor, right: Tensor) -> bool:
     """Return whether the address ranges of two tensors overlap."""
-    (start, stop), (other_start, other_stop) = _stretch(left), _stretch(right)
-    return max(start, other_start) < min(stop, other_stop)
-
-
-def _stretch(tensor: Tensor) -> tuple[int, int]:
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    ranges = []
+    for tensor in (left, right):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        has_memory = tensor.numel() > 0 and tensor.data_ptr() != 0
+        length = (last + 1) * tensor.itemsize if has_memory else 0
+        ranges.append(range(tensor.data_ptr(), tensor.data_ptr() + length))
+    return max(ranges[0].start, ranges[1].start) < min(ranges[0].stop, ranges[1].stop)
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
@@ -335,79 +379,171 @@ def _overlaps_itself(matrix: Tensor) -> bool:
     return not (by_rows or by_columns)
 
 
-def _is_main_grad(buffer: WeightGrad, weight: Tensor) -> bool:
+def _is_main_grad(buffer: Tensor, weight: Tensor) -> bool:
     main_grad = getattr(weight, "main_grad", None)
-    return (
-        isinstance(main_grad, Tensor)
-        and isinstance(buffer, Tensor)
-        and main_grad.data_ptr() == buffer.data_ptr()
-    )
+    return isinstance(main_grad, Tensor) and main_grad.data_ptr() == buffer.data_ptr()
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None = None) -> None:
-    """Raise InvalidInputError unless all shapes and devices match, and the targets are integers."""
-    if targets is not None:
-        check_targets(targets)
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise InvalidInputError(
-            f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
-            " expected [T, H] and [V, H]"
-        )
-    if targets is not None and len(hidden) != len(targets):
-        raise InvalidInputError(f"targets: got {len(targets)} for {len(hidden)} hidden states")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")
-    refuse_dtensors(hidden=hidden, weight=weight, bias=bias)
-    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise InvalidInputError(f"{name}: it is on {tensor.device}, and hidden is on {hidden.device}")
+def check_tensors(targets: Tensor | None, **tensors: Tensor | None) -> torch.dtype:
+    """Check targets [T] and the inputs, of which the first is [T, ...], and return the dtype of sums.
 
-
-def check_targets(targets: Tensor) -> None:
-    """Raise InvalidInputError unless targets are integers [T]."""
-    if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+    Raises:
+        InvalidInputError: targets are not integers [T]; a tensor is a DTensor, which holds only a part of its
+            rows on this rank, is not on the device of the others, or has no supported dtype.
+    """
+    (first, reference), *_ = tensors.items()
+    assert reference is not None
+    if targets is not None and (
+        targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool
+    ):
         raise InvalidInputError(
             f"targets: got shape {tuple(targets.shape)} and dtype {targets.dtype}, expected integers [T]"
         )
-
-
-def refuse_dtensors(**tensors: Tensor | None) -> None:
-    """Raise InvalidInputError if a tensor is a DTensor, which holds only a part of its rows on this rank."""
-    for name, tensor in tensors.items():
+    if targets is not None and len(reference) != len(targets):
+        raise InvalidInputError(f"targets: got {len(targets)} for {len(reference)} rows of {first}")
+    for name, tensor in {**tensors, "targets": targets}.items():
+        if tensor is None:
+            continue
         if hasattr(tensor, "full_tensor"):
             raise InvalidInputError(
                 f"{name}: it is a DTensor, expected a plain tensor; pass {name}.full_tensor(), or with FSDP2"
                 " call the module's unshard() before you read its parameter"
             )
-
-
-def accumulation_dtype(**tensors: Tensor) -> torch.dtype:
-    """Return the dtype of sums and results: float32, or float64 if any of `tensors` is float64.
-
-    Raises:
-        InvalidInputError: a tensor is not float16, bfloat16, float32, or float64.
-    """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        if tensor.device != reference.device:
+            raise InvalidInputError(f"{name}: it is on {tensor.device}, and {first} is on {reference.device}")
+        if name != "targets" and tensor.dtype not in _DTYPES:
             raise InvalidInputError(
                 f"{name}: got dtype {tensor.dtype}, expected float16, bfloat16, float32 or float64"
             )
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-    return torch.float64 if wide else torch.float32
+    is_wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors.values())
+    return torch.float64 if is_wide else torch.float32
 
 
-def products_of(backend: str, hidden: Tensor, dtype: torch.dtype) -> ModuleType:
-    """Return the module `gathered_products` or `gathered_products_triton`."""
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
-    # The Triton kernels compute sums in float32 only. With "auto", float64 inputs therefore use plain torch.
-    # Only tests pass float64 inputs.
-    suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
-    if backend == "triton" or (backend == "auto" and suits):
+class Products(NamedTuple):
+    """How a backend computes products of rows. The functions of this module define the arguments."""
+
+    gathered_dot: Callable[..., Tensor]
+    segment_sum: Callable[..., Tensor]
+    segment_add: Callable[..., None]
+
+    @classmethod
+    def of(cls, backend: str, hidden: Tensor, dtype: torch.dtype) -> Products:
+        """Check `backend`, and choose one for hidden states and sums of a dtype."""
+        if backend not in ("auto", "torch", "triton"):
+            raise InvalidInputError(f"backend: got {backend!r}, expected 'auto', 'torch' or 'triton'")
+        # The Triton kernels sum in float32 only. With "auto", float64 inputs therefore use plain torch.
+        suits = hidden.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+        if backend == "torch" or (backend == "auto" and not suits):
+            return cls(gathered_dot, segment_sum, segment_add)
         if dtype != torch.float32:
             raise InvalidInputError(f"backend: 'triton' sums in float32, and the inputs ask for {dtype}")
 
-        from sglang_topp.replay import gathered_products_triton
+        from sglang_topp.replay import gathered_products_triton as kernels
 
-        return gathered_products_triton
-    return gathered_products
+        return cls(kernels.gathered_dot, kernels.segment_sum, kernels.segment_add)
+
+
+def gathered_dot(left: Tensor, right: Tensor, entries: Entries, *, out_dtype: torch.dtype) -> Tensor:
+    """Return [m] of `out_dtype`: `left[entries.positions[e]] . right[entries.ids[e]]` for each entry.
+
+    Args:
+        left, right: [L, H] and [R, H], of any floating dtypes.
+    """
+    if left.is_cpu:
+        left, left_rows = _compact(left, entries.positions, out_dtype)
+        right, right_rows = _compact(right, entries.ids, out_dtype)
+        return _sampled_product(left, left_rows, right, right_rows)
+    out_m = torch.empty(len(entries.ids), dtype=out_dtype, device=left.device)
+    step = _step(left, out_dtype)
+    for start in range(0, len(out_m), step):
+        part = slice(start, start + step)
+        rows = right.index_select(0, entries.ids[part]).to(out_dtype)
+        torch.sum(rows.mul_(left.index_select(0, entries.positions[part])), dim=1, out=out_m[part])
+    return out_m
+
+
+def segment_sum(source: Tensor, segments: Segments, weights: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """Return [S, H]: the sum of each segment, rounded once to `out_dtype`. An empty segment sums to zero.
+
+    Args:
+        source: [R, H], of any floating dtype.
+        weights: [m], float32 or float64, the dtype of the sums.
+    """
+    source, rows = _compact(source, segments.source_rows, weights.dtype)
+    return _bags(source, rows, weights, segments.offsets).to(out_dtype)
+
+
+def segment_add(out: Tensor, source: Tensor, segments: Segments, weights: Tensor) -> None:
+    """Add the sum of each segment `s` to row `segments.out_rows[s]` of `out`, in place, and round once.
+
+    Rows of `out` without a segment are neither read nor written. The other arguments are those of
+    `segment_sum`.
+    """
+    source, rows = _compact(source, segments.source_rows, weights.dtype)
+    assert segments.out_rows is not None
+    num_segments = len(segments.out_rows)
+    if not weights.is_cpu:  # the empty segments at the end repeat a row
+        num_segments = int((segments.offsets[:-1] < len(weights)).sum())
+    # A step's sums take twice `_PRODUCT_BYTES`. All steps are about equally large.
+    step = 2 * _step(source, weights.dtype)
+    step = -(-num_segments // max(1, -(-num_segments // step)))
+    for start in range(0, num_segments, max(1, step)):
+        bounds = segments.offsets[start : min(start + step, num_segments) + 1]
+        entries = slice(int(bounds[0]), int(bounds[-1]))
+        sums = _bags(source, rows[entries], weights[entries], bounds - entries.start)
+        _add_rows(out, segments.out_rows[start : start + len(sums)], sums)
+        del sums  # free these sums before the next step allocates its own
+
+
+def _step(matrix: Tensor, dtype: torch.dtype) -> int:
+    return max(1, _PRODUCT_BYTES // max(1, matrix.shape[1] * dtype.itemsize))
+
+
+def _compact(matrix: Tensor, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a contiguous matrix in `dtype`, and the rows of it that `rows` are: copies only what is read."""
+    if matrix.dtype == dtype and matrix.is_contiguous():
+        return matrix, rows
+    present, places = torch.unique(rows, return_inverse=True)
+    return matrix.index_select(0, present).to(dtype), places
+
+
+def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Compute `out[rows] += values`, rounded once to the dtype of `out`. `rows` must ascend."""
+    if out.dtype != values.dtype:
+        out.index_copy_(0, rows, values.add_(out.index_select(0, rows)).to(out.dtype))
+    elif out.is_cpu:  # this sparse addition is one parallel operation; `index_add_` runs five
+        out.add_(
+            torch.sparse_coo_tensor(rows[None], values, out.shape, is_coalesced=True, check_invariants=False)
+        )
+    else:
+        out.index_add_(0, rows, values)
+
+
+def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
+    """Compute only some elements of `left @ right.T`, in one torch operation. `left_rows` must ascend."""
+    _suppress_sparse_csr_warning()
+    bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
+    pattern = torch.sparse_csr_tensor(
+        bounds, right_rows, left.new_zeros(len(right_rows)), (len(left), len(right)), check_invariants=False
+    )
+    product: Tensor = torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0)
+    return product.values()
+
+
+@functools.cache
+def _suppress_sparse_csr_warning() -> None:
+    """Trigger and suppress torch's warning about sparse CSR tensors.
+
+    Torch gives the warning once per process. `catch_warnings` is not thread-safe, so this function is cached
+    and runs only once.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
+
+
+def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
+    """Return [S, H]: row `s` is the weighted sum over entries `bounds[s]` to `bounds[s + 1] - 1`."""
+    return F.embedding_bag(
+        source_rows, source.detach(), bounds, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

@@ -1,38 +1,41 @@
-"""Logits as an autograd node: candidates' logits, and softmaxes over the vocabulary, from one source.
+"""The scores of a policy as one autograd node, from hidden states and an LM head, or from existing logits.
 
-A source computes raw outputs from hidden states and an LM head (`HeadSource`), or reads existing logits
-(`LogitsSource`). One node computes everything that a score needs from it, so each gradient is summed before
-it is rounded. A pass over the whole vocabulary takes a chunk of rows at a time: its forward keeps a few sums
-per row, and its backward computes the logits again, unless one chunk holds all rows.
+A source computes the raw outputs of single candidates, and those of all ids in a pass over the vocabulary.
+The node computes every score from them, so each gradient of a tensor is summed before it is rounded.
 
-Shape legend: T positions, R rows of a pass, V ids held by this rank without padding, C rows of a chunk or of
-a slice of it, m listed candidates, k picked ones.
+- The softmax over the candidate sets takes the listed candidates, whose gradients per score are computed in
+  the forward.
+- The pass takes a chunk of rows at a time. Its forward keeps a few sums per row, and its backward computes
+  the logits again, unless one chunk holds all rows.
+
+Shape legend: T positions, R rows of the pass, V ids held by this rank without padding, C rows of a chunk or
+of a slice of it, n candidates in all, A listed positions, m listed candidates.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_index import Entries, RowIds, Shard, first_true, reduce_max, reduce_sum
+from sglang_topp.replay.candidate_index import (
+    CandidateIndex,
+    Shard,
+    first_true,
+    reduce_max,
+    reduce_sum,
+)
+from sglang_topp.replay.lm_head import Source
 
-__all__ = [
-    "LOG_PROB_FLOOR",
-    "LogitTransform",
-    "LogitsSource",
-    "Softmax",
-    "Source",
-    "VocabPass",
-    "evaluate",
-    "gradient_of_softmax",
-]
+__all__ = ["LogitTransform", "Other", "Policy", "Work", "evaluate"]
 
 # A log-prob is raised to this value before it is multiplied by its probability, because 0 * -inf is NaN. That
 # changes no result: the probability is 0 in float32 and float64.
@@ -51,45 +54,54 @@ class LogitTransform:
 
         z = softcap * tanh(logit_scale * raw / softcap) / temperature      in SGLang's order
         z = logit_scale * raw / temperature                                without a soft cap
+
+    Raises:
+        InvalidInputError: a number is not positive and finite.
     """
 
     temperature: float | Tensor
     """One number above 0, or a tensor [T] of numbers above 0."""
-    softcap: float | None
-    logit_scale: float
+    softcap: float | None = None
+    logit_scale: float = 1.0
 
-    @classmethod
-    def of(
-        cls,
-        temperature: float | Tensor,
-        softcap: float | None,
-        logit_scale: float,
-        *,
-        num_positions: int,
-        device: torch.device,
-        may_wait: bool,
-    ) -> LogitTransform:
-        """Check the arguments, copy a `temperature` tensor to `device`, and build a transform.
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise InvalidInputError(f"softcap: got {self.softcap}, expected a positive number or None")
+        if not 0 < self.logit_scale < math.inf:
+            raise InvalidInputError(
+                f"logit_scale: got {self.logit_scale}, expected a positive number; for a model that divides"
+                " its logits (Granite's logits_scaling), pass 1 over its divisor"
+            )
+        if not isinstance(self.temperature, Tensor) and not 0 < self.temperature < math.inf:
+            raise InvalidInputError(f"temperature: got {self.temperature}, expected a positive number")
+
+    def on(self, device: torch.device, num_positions: int, *, may_wait: bool) -> LogitTransform:
+        """Check a `temperature` tensor, and copy it, because the caller may overwrite it before the backward.
 
         If `may_wait` is False, this method does not wait for the device. An invalid value in a `temperature`
-        tensor on an accelerator then raises no error, but becomes NaN in the transform's `temperature`.
+        tensor on an accelerator then raises no error, but becomes NaN in the copy.
 
         Raises:
-            InvalidInputError: an argument is not positive and finite, `temperature` is neither one number nor
-                one number per position, or `temperature` requires a gradient.
+            InvalidInputError: `temperature` requires a gradient, or is neither one number nor one number per
+                position, or a number is not positive and finite.
         """
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise InvalidInputError(f"softcap: got {softcap}, expected a positive number or None")
-        if not 0 < logit_scale < math.inf:
+        temperature = self.temperature
+        if not isinstance(temperature, Tensor):
+            return self
+        if temperature.shape not in ((), (num_positions,)):
             raise InvalidInputError(
-                f"logit_scale: got {logit_scale}, expected a positive number; for a model that divides its"
-                " logits (Granite's logits_scaling), pass 1 over its divisor"
+                f"temperature: got shape {tuple(temperature.shape)}, expected one number or [{num_positions}]"
             )
-        if isinstance(temperature, Tensor):
-            temperature = _check_temperatures(temperature, num_positions, may_wait).to(device)
-        elif not 0 < temperature < math.inf:
-            raise InvalidInputError(f"temperature: got {temperature}, expected a positive number")
-        return cls(temperature, softcap, logit_scale)
+        if temperature.requires_grad:
+            raise InvalidInputError("temperature: it requires a gradient, and none is computed; detach it")
+        is_valid = (temperature > 0) & temperature.isfinite()
+        checks = may_wait or temperature.device.type == "cpu"
+        if checks and (bad := first_true(~is_valid.reshape(-1))) is not None:
+            raise InvalidInputError(
+                f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
+            )
+        temperature = torch.where(is_valid, temperature, torch.nan).expand(num_positions)
+        return replace(self, temperature=temperature.to(device))
 
     def __call__(self, raw: Tensor, positions: Tensor | slice) -> Tensor:
         """Return the logits of raw outputs [m] or [C, V] at the given positions, differentiable in `raw`."""
@@ -101,135 +113,331 @@ class LogitTransform:
             return logits / (temperature[:, None] if logits.ndim == 2 else temperature)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-
-def _check_temperatures(temperature: Tensor, num_positions: int, may_wait: bool) -> Tensor:
-    """Return a copy [T], because the caller may overwrite the tensor before the backward reads it."""
-    if temperature.shape not in ((), (num_positions,)):
-        raise InvalidInputError(
-            f"temperature: got shape {tuple(temperature.shape)}, expected one number or [{num_positions}]"
-        )
-    if temperature.requires_grad:
-        raise InvalidInputError("temperature: it requires a gradient, and none is computed; detach it")
-    is_valid = (temperature > 0) & temperature.isfinite()
-    checks = may_wait or temperature.device.type == "cpu"
-    if checks and (bad := first_true(~is_valid.reshape(-1))) is not None:
-        raise InvalidInputError(
-            f"temperature: got {float(temperature.reshape(-1)[bad])} at position {bad}, expected above 0"
-        )
-    return torch.where(is_valid, temperature, torch.nan).expand(num_positions)
-
-
-class Softmax(NamedTuple):
-    """The results of one softmax over logits of the vocabulary. Each tensor has one value per row."""
-
-    logprobs: Tensor
-    """[R]: the log-prob of each row's target."""
-    entropy: Tensor | None
-    log_total: Tensor
-    """[R]: the log-sum-exp of each row's logits, -inf if none is above -inf."""
+    def leaf_and_logits(self, raw: Tensor, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return `raw` as a leaf that requires a gradient, and its logits."""
+        leaf = raw.detach().requires_grad_()
+        with torch.enable_grad():
+            return leaf, self(leaf, positions)
 
 
 @dataclass(frozen=True, eq=False)
-class VocabPass:
-    """Which values to compute from the logits of R rows over the vocabulary, and how."""
+class Policy:
+    """Where a policy's logits come from."""
 
+    source: Callable[..., Source]
+    """Makes a source from tensors and the `rows` that a pass reads (None: all)."""
     shard: Shard
-    num_rows: int
-    rows: Tensor | None
-    """int64 [R]: the position of each row, or None if the rows are all positions."""
     transform: LogitTransform
-    dropped: list[Callable[[slice], Tensor | None]]
-    """For each softmax, a function that returns bool [C, V], True at the ids of some rows that the softmax
-    leaves out, or None."""
-    columns: Tensor | None
-    """int64 [R], the column of each row's target on this rank, or -1; None without targets."""
-    picks: RowIds | None
-    """The columns whose raw outputs are returned, or None."""
-    entropy: bool
-    """Whether each softmax has an entropy."""
     dtype: torch.dtype
+    """The dtype of sums and results."""
     chunk_rows: int
+    """How many rows a chunk of a pass has."""
+    dense: Literal["head", "logits"]
+    """The key of `DENSE_SHARES` that tells when a pass is faster than single logits."""
+
+
+# A function that returns the gradient of the logits of some rows.
+Term: TypeAlias = Callable[[slice, Tensor], Tensor]
+
+
+class Other(NamedTuple):
+    """The other distribution of a KL, with one more outcome for all ids outside of a set, or without."""
+
+    logprobs: Tensor
+    """[n]: the log-prob of each candidate. The probabilities of all outcomes at a position sum to 1."""
+    log_outside: Tensor | None = None
+    """[T]: the log-prob of all ids outside of the set."""
+    is_first: bool = False
+    """Whether the KL is KL(other || policy), and not KL(policy || other)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Which scores of T positions a node computes."""
+
+    policy: Policy
+    index: CandidateIndex
+    is_target: Tensor | None = None
+    """bool [m]: whether each listed candidate is the target; None without scores of targets over sets."""
+    columns: Tensor | None = None
+    """int64 [R]: the column of each row's target on this rank, or -1; None without targets."""
+    other: Other | None = None
+    entropy: bool = False
+    each: bool = False
+    """Whether to return the log-prob of each candidate. Then all candidates are listed."""
+    full: bool = False
+    """Whether to score over the vocabulary too. Then the pass reads all positions."""
 
     @property
+    def kinds(self) -> list[str]:
+        """The softmaxes of the pass: over all ids, those outside of each set, and those of each dense set."""
+        has_tail = self.other is not None and self.other.log_outside is not None
+        return ["all"] * self.full + ["outside"] * has_tail + ["dense"] * (len(self.index.dense_rows) > 0)
+
     def parts(self) -> list[slice]:
-        """The rows of each chunk."""
-        return _slices(0, self.num_rows, self.chunk_rows)
+        """Return the rows of each chunk of the pass."""
+        return _slices(0, self.index.num_read, self.policy.chunk_rows)
 
-    def forward(self, source: Source, device: torch.device) -> tuple[list[Tensor], list[Softmax], Tensor]:
-        """Return the picked raw outputs [k], the softmaxes, and the last chunk's raw outputs."""
-        picked, raw_CV = [], torch.empty(0, dtype=self.dtype, device=device)
-        sums = [_Sums(self.num_rows, self.dtype, device, self.entropy) for _ in self.dropped]
-        for part in self.parts:
-            raw_CV = source.raw(part)
-            if self.picks is not None:
-                picked.append(raw_CV.view(-1).index_select(0, self.picks.places(part, self.shard.num_ids)))
-            for rows, here in self._slices_of(part, raw_CV):
-                logits_CV = self.transform(raw_CV[rows], self._positions(here))
-                for each, dropped in zip(sums, self.dropped, strict=True):
-                    columns = None if self.columns is None else self.columns[here]
-                    each.add(here, _without(logits_CV, dropped(here)), columns)
-        return picked, [each.finish(self.shard) for each in sums], raw_CV
-
-    def backward(
-        self,
-        source: Source,
-        kept: Tensor | None,
-        softmaxes: list[Softmax],
-        grad_picked: Tensor | None,
-        grads: list[Softmax],
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows of each chunk, and the gradient of their raw outputs.
-
-        Args:
-            kept: the raw outputs that `forward` returned if they are of all rows, or None. The gradient
-                overwrites them.
-            softmaxes: the results of `forward`.
-            grad_picked: [k], the gradient of the picked raw outputs.
-            grads: the gradients of the softmaxes; each may be None.
-        """
-        terms = [_Gradient(*both, self.columns) for both in zip(softmaxes, grads, strict=True)]
-        for part in self.parts:
-            if terms:
-                chunk = source.raw(part) if kept is None else kept
-            elif grad_picked is not None:
-                shape = part.stop - part.start, self.shard.num_ids
-                chunk = torch.zeros(shape, dtype=self.dtype, device=grad_picked.device)
-            else:
-                return
-            for rows, here in self._slices_of(part, chunk):
-                raw_CV = chunk[rows].detach().requires_grad_()
-                with torch.enable_grad():
-                    logits_CV = self.transform(raw_CV, self._positions(here))
-                total, *others = [
-                    term.of(here, _without(logits_CV.detach(), dropped(here)))
-                    for term, dropped in zip(terms, self.dropped, strict=True)
-                ]
-                for other in others:
-                    total += other
-                (chunk[rows],) = torch.autograd.grad(logits_CV, raw_CV, total)
-            if self.picks is not None and grad_picked is not None:
-                places = self.picks.places(part, self.shard.num_ids)
-                chunk.view(-1).index_add_(0, places, grad_picked[self.picks.entries(part)])
-            yield part, chunk
-
-    def _positions(self, here: slice) -> Tensor | slice:
-        return here if self.rows is None else self.rows[here]
-
-    def _slices_of(self, part: slice, chunk: Tensor) -> list[tuple[slice, slice]]:
+    def slices(self, part: slice, chunk: Tensor) -> list[tuple[slice, slice]]:
         """Return slices of a chunk for the softmaxes: the rows within the chunk, and the rows of the pass."""
-        if not self.dropped or not self.shard.num_ids:
+        if not chunk.shape[1]:  # this rank holds no ids
             return []
         num_bytes = _SLICE_BYTES_CPU if chunk.is_cpu else _SLICE_BYTES
-        step = max(1, num_bytes // (self.shard.num_ids * chunk.itemsize))
+        step = max(1, num_bytes // (chunk.shape[1] * chunk.itemsize))
         return list(zip(_slices(0, len(chunk), step), _slices(part.start, part.stop, step), strict=True))
+
+    def positions(self, here: slice) -> Tensor | slice:
+        """Return the positions of some rows."""
+        return here if self.index.read_rows is None else self.index.read_rows[here]
+
+    def only(self, kind: str, here: slice, logits_CV: Tensor) -> Tensor:
+        """Return the logits of some rows, -inf at the ids that a softmax leaves out."""
+        if kind == "all":
+            return logits_CV
+        mask_CV = self.index.read_ids.mask(here, self.policy.shard.num_ids)
+        return logits_CV.masked_fill(mask_CV if kind == "outside" else mask_CV.logical_not_(), -torch.inf)
 
 
 def _slices(start: int, stop: int, step: int) -> list[slice]:
     return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
-def _without(logits_CV: Tensor, dropped: Tensor | None) -> Tensor:
-    return logits_CV if dropped is None else logits_CV.masked_fill(dropped, -torch.inf)
+def evaluate(work: Work, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Compute scores, differentiable once in the `tensors` that make a source.
+
+    Returns:
+        Over the candidate sets: each target's log-prob [T], the entropy [T], each candidate's log-prob [n],
+        and the KL [T], which are the same on every rank, and 0 at positions without a choice. Over the
+        vocabulary: each target's log-prob [T], and the entropy [T]. What `work` does not ask for is None.
+    """
+    results: tuple[Any, ...] = _Evaluate.apply(work, *tensors)
+    return results
+
+
+class _Evaluate(torch.autograd.Function):
+    """The incoming gradients must be the same on every rank, as they are if all ranks compute one loss."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.work, ctx.num_tensors, ctx.kept = work, len(tensors), None
+        index, ctx.device = work.index, work.index.token_ids.device
+        with torch.autocast(ctx.device.type, enabled=False):
+            source = work.policy.source(*tensors, rows=index.read_rows)
+            raw, softmaxes, chunk = _read_vocabulary(work, source, ctx.device)
+            if index.gathered is not None:
+                raw.insert(0, source.gather(index.gathered))
+            raw_m = raw[0] if len(raw) == 1 else torch.cat([chunk.new_empty(0), *raw])
+            logits_m = work.policy.transform(raw_m, index.positions)
+            outside, dense = softmaxes.get("outside", Softmax()), softmaxes.get("dense", Softmax())
+            over_sets, slopes = _score_sets(work, logits_m, outside.log_total)
+        at = index.dense_rows if work.full else slice(None)
+        for of_sets, of_dense in zip(over_sets, dense[:2], strict=False):
+            if of_sets is not None and of_dense is not None:
+                of_sets.index_copy_(0, index.dense_rows, of_dense[at])
+        if any(ctx.needs_input_grad):
+            if softmaxes and work.policy.chunk_rows >= index.num_read:
+                ctx.kept = chunk
+            of_pass = [each for softmax in softmaxes.values() for each in softmax]
+            ctx.save_for_backward(*source.saved(has_pass=index.num_read > 0), raw_m, *slopes, *of_pass)
+        return *over_sets, *softmaxes.get("all", Softmax())[:2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        work: Work = ctx.work
+        index, saved = work.index, iter(ctx.saved_tensors)
+        tensors, raw_m = list(itertools.islice(saved, ctx.num_tensors)), next(saved)
+        slopes = _Slopes(*itertools.islice(saved, len(_Slopes._fields)))
+        softmaxes = {kind: Softmax(*itertools.islice(saved, 3)) for kind in work.kinds}
+        gathered = grad_picked = chunks = None
+        with torch.autocast(ctx.device.type, enabled=False):
+            grad_m = slopes.gradient(index, grads)
+            if grad_m is None and not index.num_read:
+                grad_m = torch.zeros_like(raw_m)
+            if grad_m is not None:
+                leaf_m, logits_m = work.policy.transform.leaf_and_logits(raw_m, index.positions)
+                (grad_picked,) = torch.autograd.grad(logits_m, leaf_m, grad_m)
+                if index.gathered is not None:
+                    num_gathered = len(index.gathered.ids)
+                    gathered = index.gathered, grad_picked[:num_gathered]
+                    grad_picked = grad_picked[num_gathered:]
+            source = work.policy.source(*tensors, rows=index.read_rows)
+            if index.num_read:
+                # The gradient overwrites the kept raw outputs, so a second backward computes them again.
+                kept, ctx.kept = ctx.kept, None
+                terms = _terms(work, softmaxes, slopes, grads)
+                chunks = _vocabulary_gradients(work, source, kept, terms, grad_picked)
+            return None, *source.gradients(ctx.needs_input_grad[1:], gathered, chunks)
+
+
+class _Slopes(NamedTuple):
+    """The gradient of each score of a position over its set, in the logits of its listed candidates."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+    probs: Tensor | None = None
+    """[m]: the candidates' probabilities, if the log-prob of each is asked for."""
+    kl_outside: Tensor | None = None
+    """[A]: the gradient of the KL in the log-sum-exp of the logits outside of the set."""
+
+    def gradient(self, index: CandidateIndex, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """Return the gradient of the listed candidates' logits, or None, from those of all scores."""
+        of_logprobs, of_entropy, of_each, of_kl, *_ = grads
+        total_m = None
+        for grad, slope_m in ((of_logprobs, self.logprobs), (of_entropy, self.entropy), (of_kl, self.kl)):
+            if grad is not None and slope_m is not None:
+                grad_m = grad.index_select(0, index.positions)
+                total_m = grad_m.mul_(slope_m) if total_m is None else total_m.addcmul_(grad_m, slope_m)
+        if of_each is not None and self.probs is not None:
+            sums_T = index.sum_candidates(of_each.contiguous())
+            grad_m = of_each.index_select(0, index.at)
+            grad_m.addcmul_(sums_T.index_select(0, index.positions), self.probs, value=-1)
+            total_m = grad_m if total_m is None else total_m.add_(grad_m)
+        return total_m
+
+
+def _score_sets(
+    work: Work, logits_m: Tensor, log_outside_A: Tensor | None
+) -> tuple[list[Tensor | None], _Slopes]:
+    """Return the scores over the sets, and their gradients; 0 at positions that are not listed.
+
+    The ids outside of a set are one more outcome, if `log_outside_A`, the log-sum-exp of their logits, is
+    given.
+    """
+    index, group = work.index, work.policy.shard.group
+
+    def sums_of(values_m: Tensor) -> Tensor:
+        return torch.segment_reduce(values_m, "sum", offsets=index.offsets)
+
+    def listed(values_A: Tensor) -> Tensor:
+        return values_A.index_select(0, index.segment)
+
+    def spread(values: Tensor, places: Tensor, length: int) -> Tensor:
+        return values.new_zeros(length).index_copy_(0, places, values)
+
+    peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=index.offsets), group)
+    if log_outside_A is not None:
+        peak_A = torch.maximum(peak_A, log_outside_A)
+    shifted_m = logits_m - listed(peak_A)
+    weight_m = shifted_m.exp()
+    sums = [sums_of(weight_m)]
+    if work.is_target is not None:
+        sums.append(sums_of(torch.where(work.is_target, shifted_m, 0.0)))
+    if work.entropy:
+        sums.append(sums_of(weight_m * shifted_m.clamp(min=LOG_PROB_FLOOR)))
+    total_A, *others = reduce_sum(torch.stack(sums), group)
+    if log_outside_A is not None:
+        log_outside_A = log_outside_A - peak_A
+        total_A = total_A + log_outside_A.exp()
+    log_total_A = total_A.log()
+    logprobs_m = shifted_m - listed(log_total_A)
+    p_m = logprobs_m.exp()
+    by_row: list[Tensor | None] = [None, None, None]
+    each = of_logprobs = of_entropy = of_kl = of_outside = None
+    if work.is_target is not None:
+        by_row[0] = others[0] - log_total_A
+        of_logprobs = work.is_target.to(p_m.dtype).sub_(p_m)
+    if work.entropy:
+        by_row[1] = entropy_A = log_total_A - others[-1] / total_A
+        of_entropy = (logprobs_m.clamp(min=LOG_PROB_FLOOR) + listed(entropy_A)).mul_(p_m).neg_()
+    if work.other is not None:
+        terms_m, of_kl = _kl(logprobs_m, work.other.logprobs.index_select(0, index.at), work.other.is_first)
+        kl_A = reduce_sum(sums_of(terms_m), group)
+        # In the log-probs of all outcomes, the gradients sum to the KL, or to 0 if the other policy is first.
+        share = 0.0 if work.other.is_first else 1.0
+        if log_outside_A is not None and work.other.log_outside is not None:
+            log_outside_A = log_outside_A - log_total_A
+            other_A = work.other.log_outside.index_select(0, index.rows)
+            terms_A, of_outside = _kl(log_outside_A, other_A, work.other.is_first)
+            kl_A = kl_A + terms_A
+            of_outside = of_outside - log_outside_A.exp() * (share * kl_A)
+        by_row[2] = kl_A
+        of_kl = of_kl - p_m * listed(share * kl_A)
+    if work.each:
+        each = reduce_sum(spread(logprobs_m, index.at, len(index.token_ids)), group)
+    logprobs, entropy, kl = (
+        None if values is None else spread(values, index.rows, index.num_positions) for values in by_row
+    )
+    slopes = _Slopes(of_logprobs, of_entropy, of_kl, p_m if work.each else None, of_outside)
+    return [logprobs, entropy, each, kl], slopes
+
+
+def _kl(log_p: Tensor, log_q: Tensor, q_is_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the KL terms `a log(a / b) + b - a`, none of them negative, and their gradients in `log_p`.
+
+    `a` is the first distribution, and `b` the second. The probabilities of all outcomes at a position sum to
+    1, so the sum of `b - a` is 0, and the sum of the terms is the KL. If `a` and `b` are almost equal, a
+    rounding error in a log-prob changes a term only by about the square of the error. A small KL is therefore
+    accurate too.
+    """
+    log_a, log_b = (log_q, log_p) if q_is_first else (log_p, log_q)
+    a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
+    near = a * (torch.expm1(ratio) - ratio)
+    terms = torch.where(a == 0, b, torch.where(ratio.abs() < 1, near, b - a - a * ratio))
+    return terms, b - a if q_is_first else torch.where(a > 0, -a * ratio, 0.0)
+
+
+class Softmax(NamedTuple):
+    """The results of one softmax of a pass, or their gradients. Each tensor has one value per row."""
+
+    logprobs: Tensor | None = None
+    """[R]: the log-prob of each row's target."""
+    entropy: Tensor | None = None
+    log_total: Tensor | None = None
+    """[R]: the log-sum-exp of each row's logits, -inf if none is above -inf."""
+
+
+def _read_vocabulary(
+    work: Work, source: Source, device: torch.device
+) -> tuple[list[Tensor], dict[str, Softmax], Tensor]:
+    """Return the picked raw outputs of each chunk, the softmaxes, and the last chunk's raw outputs."""
+    shard, dtype, picked = work.policy.shard, work.policy.dtype, []
+    chunk = torch.empty(0, dtype=dtype, device=device)
+    sums = {kind: _Sums(work.index.num_read, dtype, device, work.entropy) for kind in work.kinds}
+    for part in work.parts():
+        chunk = source.raw(part)
+        if len(work.index.picks.columns):
+            picked.append(chunk.view(-1).index_select(0, work.index.picks.places(part, shard.num_ids)))
+        for rows, here in work.slices(part, chunk) if sums else ():
+            logits_CV = work.policy.transform(chunk[rows], work.positions(here))
+            for kind, each in sums.items():
+                column_C = None if work.columns is None else work.columns[here]
+                each.add(here, work.only(kind, here, logits_CV), column_C)
+    return picked, {kind: each.finish(shard.group) for kind, each in sums.items()}, chunk
+
+
+def _vocabulary_gradients(
+    work: Work, source: Source, kept: Tensor | None, terms: dict[str, Term], grad_picked: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of each chunk, and the gradient of their raw outputs.
+
+    Args:
+        kept: the raw outputs of all rows, which the gradient overwrites, or None.
+        terms: for each softmax with a gradient, a function that returns it.
+        grad_picked: the gradient of the picked raw outputs.
+    """
+    num_ids = work.policy.shard.num_ids
+    for part in work.parts():
+        if terms:
+            chunk = source.raw(part) if kept is None else kept
+        elif grad_picked is not None:
+            chunk = grad_picked.new_zeros((part.stop - part.start, num_ids))
+        else:
+            return
+        for rows, here in work.slices(part, chunk) if terms else ():
+            leaf_CV, logits_CV = work.policy.transform.leaf_and_logits(chunk[rows], work.positions(here))
+            total, *others = [
+                term(here, work.only(kind, here, logits_CV.detach())) for kind, term in terms.items()
+            ]
+            for other in others:
+                total += other
+            (chunk[rows],) = torch.autograd.grad(logits_CV, leaf_CV, total)
+        if grad_picked is not None and len(work.index.picks.columns):
+            picks = work.index.picks
+            chunk.view(-1).index_add_(0, picks.places(part, num_ids), grad_picked[picks.entries(part)])
+        yield part, chunk
 
 
 class _Sums:
@@ -253,190 +461,77 @@ class _Sums:
         for moment_R in moments:
             moment_R[here] = torch.linalg.vecdot(weight_CV, shifted_CV.clamp_(min=LOG_PROB_FLOOR))
 
-    def finish(self, shard: Shard) -> Softmax:
+    def finish(self, group: dist.ProcessGroup | None) -> Softmax:
         """Combine the sums of all ranks, with two reductions."""
-        peak_R = reduce_max(self.peak_R.clone(), shard.group)
-        drop_R = self.peak_R - peak_R
+        peak_R = reduce_max(self.peak_R.clone(), group)
+        peak_R = torch.where(peak_R.isneginf(), 0.0, peak_R)
+        drop_R = (self.peak_R - peak_R).clamp(min=LOG_PROB_FLOOR)
         total_R, _, *moments = self.sums_KR
-        # If all logits of a rank are -inf, the rank adds nothing to the sums.
-        is_empty_R = self.peak_R.isneginf()
         for moment_R in moments:
-            moment_R.addcmul_(total_R, drop_R).mul_(drop_R.exp()).masked_fill_(is_empty_R, 0.0)
-        total_R.mul_(drop_R.exp()).masked_fill_(is_empty_R, 0.0)
-        total_R, target_R, *moments = reduce_sum(self.sums_KR, shard.group)
+            moment_R.addcmul_(total_R, drop_R).mul_(drop_R.exp())
+        total_R.mul_(drop_R.exp())
+        total_R, target_R, *moments = reduce_sum(self.sums_KR, group)
         log_total_R = total_R.log()
         entropy_R = log_total_R - moments[0] / total_R if moments else None
         return Softmax(target_R - peak_R - log_total_R, entropy_R, peak_R + log_total_R)
 
 
-def gradient_of_softmax(logprobs: Tensor, factor: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Return `p * (factor - grad_entropy * log p)` for `p = exp(logprobs)`, and 0 where `p` is 0.
+def _terms(
+    work: Work, softmaxes: dict[str, Softmax], slopes: _Slopes, grads: tuple[Tensor | None, ...]
+) -> dict[str, Term]:
+    """Return a function for each softmax of the pass that has a gradient."""
+    index, (of_logprobs, of_entropy, _, of_kl, *of_all) = work.index, grads
+    of_outside = None
+    if of_kl is not None and slopes.kl_outside is not None:
+        of_outside = of_kl.index_select(0, index.rows).mul_(slopes.kl_outside)
 
-    The gradient of a function of a softmax in each logit is::
+    def of_dense(grad_T: Tensor | None) -> Tensor | None:
+        if grad_T is None or not work.full:
+            return None if grad_T is None else grad_T.index_select(0, index.dense_rows)
+        is_other_T = torch.ones_like(grad_T, dtype=torch.bool).index_fill_(0, index.dense_rows, False)
+        return grad_T.masked_fill(is_other_T, 0.0)
+
+    given = {
+        "all": Softmax(*of_all),
+        "outside": Softmax(log_total=of_outside),
+        "dense": Softmax(of_dense(of_logprobs), of_dense(of_entropy)),
+    }
+    return {
+        kind: _term(result, given[kind], work.columns)
+        for kind, result in softmaxes.items()
+        if any(grad is not None for grad in given[kind])
+    }
+
+
+def _term(result: Softmax, grads: Softmax, columns: Tensor | None) -> Term:
+    """Return a function that returns the gradient of some rows' logits.
+
+    It is, for the log-probs `log p_i`, and the entropy `H`::
 
         [i is target] * grad_logprob + p_i * (grad_log_total - grad_logprob - grad_entropy * (log p_i + H))
     """
-    p = logprobs.exp()
-    if grad_entropy is not None:
-        of_entropy = logprobs.clamp(LOG_PROB_FLOOR).mul_(grad_entropy)
-        factor = torch.sub(factor, of_entropy, out=of_entropy)
-    return p.mul_(factor)
+    # Where no logit is above -inf: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
+    assert result.log_total is not None
+    is_empty_R = result.log_total.isneginf()
+    log_total_R = result.log_total.masked_fill(is_empty_R, 0.0)
+    factor_R = torch.zeros_like(log_total_R) if grads.log_total is None else grads.log_total
+    if grads.logprobs is not None:
+        factor_R = factor_R - grads.logprobs
+    if grads.entropy is not None and result.entropy is not None:
+        entropy_R = result.entropy.masked_fill(is_empty_R, 0.0)
+        factor_R = torch.addcmul(factor_R, grads.entropy, entropy_R, value=-1)
 
-
-class _Gradient:
-    """The gradient of one softmax of a pass in the logits."""
-
-    def __init__(self, result: Softmax, grads: Softmax, columns: Tensor | None) -> None:
-        # Where no logit is above -inf: exp(-inf - 0) is 0, but exp(-inf + inf) is NaN.
-        is_empty_R = result.log_total.isneginf()
-        self._log_total_R = result.log_total.masked_fill(is_empty_R, 0.0)
-        self._factor_R, self._grad_entropy_R = torch.zeros_like(result.log_total), None
-        self._grad_target_R = None
-        if grads.log_total is not None:
-            self._factor_R += grads.log_total
+    def term(here: slice, logits_CV: Tensor) -> Tensor:
+        logprobs_CV = logits_CV - log_total_R[here, None]
+        p_CV, factor = logprobs_CV.exp(), factor_R[here, None]
+        if grads.entropy is not None:
+            of_entropy_CV = logprobs_CV.clamp_(LOG_PROB_FLOOR).mul_(grads.entropy[here, None])
+            factor = torch.sub(factor, of_entropy_CV, out=of_entropy_CV)
+        grad_CV = p_CV.mul_(factor)
         if grads.logprobs is not None and columns is not None:
-            self._factor_R -= grads.logprobs
-            self._columns, self._grad_target_R = columns, torch.where(columns >= 0, grads.logprobs, 0.0)
-        if grads.entropy is not None and result.entropy is not None:
-            self._grad_entropy_R = grads.entropy
-            entropy_R = result.entropy.masked_fill(is_empty_R, 0.0)
-            self._factor_R.addcmul_(grads.entropy, entropy_R, value=-1)
-
-    def of(self, here: slice, logits_CV: Tensor) -> Tensor:
-        """Return the gradient of some rows' logits."""
-        entropy_C1 = None if self._grad_entropy_R is None else self._grad_entropy_R[here, None]
-        logprobs_CV = logits_CV - self._log_total_R[here, None]
-        grad_CV = gradient_of_softmax(logprobs_CV, self._factor_R[here, None], entropy_C1)
-        if self._grad_target_R is not None:
-            columns_C1 = self._columns[here, None].clamp(min=0)
-            grad_CV.scatter_add_(1, columns_C1, self._grad_target_R[here, None])
+            column_C = columns[here]
+            of_target_C = torch.where(column_C >= 0, grads.logprobs[here], 0.0)
+            grad_CV.scatter_add_(1, column_C.clamp(min=0)[:, None], of_target_C[:, None])
         return grad_CV
 
-
-class Source(Protocol):
-    """Where raw outputs are read, and where their gradients go, in one forward or one backward."""
-
-    def saved(self, *, has_pass: bool) -> tuple[Tensor | None, ...]:
-        """Return what the backward needs in place of the tensors, for a node with or without a pass."""
-
-    def gather(self, entries: Entries) -> Tensor:
-        """Return the raw outputs [m] of some candidates."""
-
-    def raw(self, part: slice) -> Tensor:
-        """Return the raw outputs [C, V] of some rows of the pass, which the caller may overwrite."""
-
-    def gradients(
-        self,
-        wanted: tuple[bool, ...],
-        gathered: tuple[Entries, Tensor] | None,
-        chunks: Iterable[tuple[slice, Tensor]] | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Return the wanted tensors' gradients, from those of the raw outputs. No pass: no chunks."""
-
-
-def evaluate(
-    gathered: Entries | None,
-    vocab: VocabPass | None,
-    source: Callable[..., Source],
-    *tensors: Tensor | None,
-) -> tuple[Tensor, list[Softmax]]:
-    """Return the raw outputs of candidates, and the softmaxes of a pass over the vocabulary.
-
-    Everything is differentiable once in `tensors`. With the rows of the pass, they make a source.
-
-    Args:
-        gathered: the candidates whose raw outputs are computed one by one. The pass's picks follow them.
-    """
-    raw, *values = _Evaluate.apply(gathered, vocab, source, *tensors)
-    return raw, _softmaxes(values)
-
-
-class _Evaluate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gathered: Entries | None,
-        vocab: VocabPass | None,
-        make: Callable[..., Source],
-        *tensors: Tensor | None,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.work, ctx.num_tensors, ctx.kept = (gathered, vocab, make), len(tensors), None
-        ctx.device = device = next(tensor.device for tensor in tensors if tensor is not None)
-        raw: list[Tensor] = []
-        results: list[Tensor | None] = []
-        with torch.autocast(device.type, enabled=False):
-            source = make(*tensors, rows=None if vocab is None else vocab.rows)
-            if gathered is not None:
-                raw.append(source.gather(gathered))
-            if vocab is not None:
-                picked, softmaxes, chunk = vocab.forward(source, device)
-                raw += picked
-                results = [each for softmax in softmaxes for each in softmax]
-                if len(vocab.parts) == 1 and softmaxes and any(ctx.needs_input_grad):
-                    ctx.kept = chunk
-        ctx.save_for_backward(*source.saved(has_pass=vocab is not None), *results)
-        raw_m = raw[0] if len(raw) == 1 else torch.cat([torch.empty(0, device=device), *raw])
-        return raw_m, *results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_m: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        gathered, vocab, make = ctx.work
-        saved = ctx.saved_tensors
-        tensors, results = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        grad_picked, of_gathered = grad_m, None
-        if gathered is not None and grad_m is not None:
-            num_gathered = len(gathered.ids)
-            if vocab is not None:
-                grad_m, grad_picked = grad_m[:num_gathered], grad_m[num_gathered:]
-            of_gathered = gathered, grad_m
-        with torch.autocast(ctx.device.type, enabled=False):
-            source, chunks = make(*tensors, rows=None if vocab is None else vocab.rows), None
-            if vocab is not None:
-                # The gradient overwrites the kept raw outputs, so a second backward computes them again.
-                kept, ctx.kept = ctx.kept, None
-                chunks = vocab.backward(source, kept, _softmaxes(results), grad_picked, _softmaxes(grads))
-            return None, None, None, *source.gradients(ctx.needs_input_grad[3:], of_gathered, chunks)
-
-
-def _softmaxes(values: Iterable[Any]) -> list[Softmax]:
-    each = iter(values)
-    return [Softmax(*three) for three in zip(each, each, each, strict=True)]
-
-
-class LogitsSource:
-    """Existing logits [T, V], which are only read. They count as raw outputs."""
-
-    def __init__(self, logits: Tensor, *, rows: Tensor | None, num_ids: int, dtype: torch.dtype) -> None:
-        self._logits, self._rows, self._num_ids, self._dtype = logits, rows, num_ids, dtype
-
-    def saved(self, *, has_pass: bool) -> tuple[Tensor]:
-        # Without a pass, the backward does not need the logits, so the caller may free or overwrite them.
-        return (self._logits if has_pass else self._logits.new_empty(()).expand(self._logits.shape),)
-
-    def gather(self, entries: Entries) -> Tensor:
-        return self._logits[entries.positions, entries.ids].to(self._dtype)
-
-    def raw(self, part: slice) -> Tensor:
-        if self._rows is None:
-            return self._logits[part, : self._num_ids].to(self._dtype, copy=True)
-        return self._logits[:, : self._num_ids].index_select(0, self._rows[part]).to(self._dtype)
-
-    def gradients(
-        self,
-        wanted: tuple[bool, ...],
-        gathered: tuple[Entries, Tensor] | None,
-        chunks: Iterable[tuple[slice, Tensor]] | None,
-    ) -> tuple[Tensor]:
-        grad_TV = torch.zeros(self._logits.shape, dtype=self._logits.dtype, device=self._logits.device)
-        rows_TV = grad_TV[:, : self._num_ids]
-        for part, grad_CV in chunks or ():
-            if self._rows is None:
-                rows_TV[part] = grad_CV
-            else:
-                rows_TV.index_copy_(0, self._rows[part], grad_CV.to(grad_TV.dtype))
-        if gathered is not None:
-            entries, grad_m = gathered  # no candidate occurs twice
-            grad_TV[entries.positions, entries.ids] = grad_m.to(grad_TV.dtype)
-        return (grad_TV,)
+    return term

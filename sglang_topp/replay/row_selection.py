@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import first_true, offsets_of
 from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_sum
@@ -88,7 +89,7 @@ class Layout:
             elif getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(_lengths(name, getattr(self, name)).tolist()))
         if self.cu_seqlens is not None:
-            edges, multiple = self._edges, self._multiple if self.split == "zigzag" else 1
+            edges, multiple = np.array(self.cu_seqlens), self._num_parts if self.split == "zigzag" else 1
             if not len(edges) or edges[0] or (np.diff(edges) < 0).any():
                 raise InvalidInputError(
                     f"cu_seqlens: got {self.cu_seqlens}, expected to rise from 0 to the stream's length"
@@ -137,36 +138,37 @@ class Layout:
                 f"response_lengths: got {len(responses)} for {len(prompts)} prompt_lengths"
             )
         if self.format == "bshd":
-            before, padded = self._padding_of_rows(attention_mask, prompts + responses)
+            first, edges = self._rows(attention_mask, prompts + responses)
         elif attention_mask is None:
-            before, padded = self._padding_of_stream(prompts + responses)
+            first, edges = self._stream(prompts + responses)
         else:
             raise InvalidInputError(
                 "attention_mask: got one with format 'thd', expected None; packed sequences begin where their"
                 " lengths say"
             )
-        num_positions = int(responses.sum())
-        sample = np.repeat(np.arange(len(responses)), responses)
+        num_positions, ends = int(responses.sum()), np.cumsum(responses)
         position = np.arange(num_positions)
-        within_response = position - np.repeat(np.cumsum(responses) - responses, responses)
-        token = prompts[sample] + within_response - 1  # index of the hidden state that scores the token
-
+        # The index of the hidden state that scores the token, in its sample.
+        token = position + np.repeat(prompts - 1 - (ends - responses), responses)
         scored = token >= 0
         if loss_mask is not None:
             scored &= as_bool_mask(loss_mask, num_positions)
-        sample, token = sample[scored], token[scored]
-        owner, row, num_rows = self._place(padded, sample, before[sample] + token)
-        mine = owner == self.cp_rank
+        row = self._held_rows(edges)[(np.repeat(first, responses) + token)[scored]]
+        mine = row >= 0
         num_sequences = len(prompts) if self.format == "bshd" else 1
-        return RowSelection(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
+        return RowSelection(
+            row[mine],
+            position[scored][mine],
+            int(edges[-1]) // self.cp_size,
+            num_sequences,
+            responses,
+            scored,
+        )
 
-    def _padding_of_rows(
-        self, attention_mask: ArrayLike | None, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return `(before, padded)`, both int64 [B], from the attention mask.
+    def _rows(self, attention_mask: ArrayLike | None, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return `(first, edges)` of the rows of `attention_mask`, one after the other.
 
-        `before[b]` is the number of padding columns before the tokens of row `b`. `padded[b]` is the total
-        number of columns of row `b`.
+        `first` [B] is where each sample begins, and row `b` is from `edges[b]` to `edges[b + 1] - 1`.
         """
         if attention_mask is None:
             raise InvalidInputError(
@@ -181,78 +183,60 @@ class Layout:
             )
         is_token = mask != 0
         num_tokens = is_token.sum(axis=1)
-        if (wrong := np.flatnonzero(num_tokens != lengths)).size:
-            i = int(wrong[0])
+        if (i := first_true(num_tokens != lengths)) is not None:
             raise InvalidInputError(
                 f"attention_mask: row {i} marks {num_tokens[i]} tokens, expected {lengths[i]}, its prompt and"
                 " response"
             )
         begins = np.diff(np.pad(is_token, ((0, 0), (1, 1))).astype(np.int8), axis=1) == 1
-        if (wrong := np.flatnonzero(begins.sum(axis=1) > 1)).size:
+        if (i := first_true(begins.sum(axis=1) > 1)) is not None:
             raise InvalidInputError(
-                f"attention_mask: row {wrong[0]} has padding between its tokens, expected one run of tokens"
+                f"attention_mask: row {i} has padding between its tokens, expected one run of tokens"
             )
         width = mask.shape[1]
-        if width % self._multiple:
+        if width % self._num_parts:
             raise InvalidInputError(
-                f"attention_mask: got {width} columns, expected a multiple of {self._multiple}, which"
+                f"attention_mask: got {width} columns, expected a multiple of {self._num_parts}, which"
                 f" {self.split} context parallelism over {self.cp_size} ranks can split; pad the rows first"
             )
-        return begins.argmax(axis=1), np.full(len(lengths), width)
+        edges = np.arange(len(lengths) + 1) * width
+        return edges[:-1] + begins.argmax(axis=1), edges
 
-    def _padding_of_stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the padding before each sequence (always 0) and each padded length, both int64 [B]."""
+    def _stream(self, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return `(first, edges)` of packed sequences, as `_rows` does."""
         if self.seq_lengths is not None and tuple(lengths.tolist()) != self.seq_lengths:
             raise InvalidInputError(
                 f"prompt_lengths, response_lengths: got samples of {lengths.tolist()} tokens, expected"
                 f" {list(self.seq_lengths)}, as in seq_lengths"
             )
         if self.cu_seqlens is None:
-            multiple = self._multiple if self.split == "zigzag" else 1
-            return np.zeros_like(lengths), -(-lengths // multiple) * multiple
-        padded = np.diff(self._edges)[: len(lengths)]
+            multiple = self._num_parts if self.split == "zigzag" else 1
+            edges = offsets_of(-(-lengths // multiple) * multiple)
+            edges = np.append(edges, -(-edges[-1] // self.cp_size) * self.cp_size)
+        else:
+            edges = np.array(self.cu_seqlens)
+        padded = np.diff(edges)[: len(lengths)]
         if len(padded) < len(lengths) or (lengths > padded).any():
             raise InvalidInputError(
                 f"cu_seqlens: its sequences have {padded.tolist()} tokens, expected at least"
                 f" {lengths.tolist()}, the samples' prompts and responses"
             )
-        return np.zeros_like(lengths), padded
+        return edges[: len(lengths)], edges
 
     @property
-    def _edges(self) -> Int64Array:
-        return np.asarray(self.cu_seqlens, np.int64)
+    def _num_parts(self) -> int:
+        """The number of equal parts that context parallelism cuts a sequence, a row, or the stream into."""
+        return self.cp_size * (2 if self.split == "zigzag" and self.cp_size > 1 else 1)
 
-    @property
-    def _is_zigzag(self) -> bool:
-        return self.split == "zigzag" and self.cp_size > 1
-
-    @property
-    def _multiple(self) -> int:
-        """Context parallelism can split a padded length only if the length is a multiple of this number."""
-        return 2 * self.cp_size if self._is_zigzag else self.cp_size
-
-    def _place(
-        self, padded: Int64Array, sample: Int64Array, column: Int64Array
-    ) -> tuple[Int64Array, Int64Array, int]:
-        """Return the rank that holds each token, the token's row on its rank, and each rank's row count.
-
-        Args:
-            padded: [B], the padded length of each sequence, before context parallelism splits the sequence.
-            sample, column: the index of each token's sequence, and the token's column in the padded sequence.
-        """
-        total, first = int(padded.sum()), np.cumsum(padded) - padded
-        if self.cu_seqlens is not None:
-            total = int(self._edges[-1])
-        elif self.format == "thd":
-            total = -(-total // self.cp_size) * self.cp_size
-        length, first = padded[sample], first[sample]
-        if self.format == "thd" and not self._is_zigzag:  # the whole stream is cut, not each sequence
-            length, first, column = np.full_like(column, max(total, 1)), np.zeros_like(column), first + column
-        number, inside = np.divmod(column, length // (2 * self.cp_size if self._is_zigzag else self.cp_size))
-        second = self._is_zigzag & (number >= self.cp_size)  # of the two chunks that a rank holds
-        owner = np.where(second, 2 * self.cp_size - 1 - number, number)
-        row = first // self.cp_size + np.where(second, length // (2 * self.cp_size), 0) + inside
-        return owner, row, total // self.cp_size
+    def _held_rows(self, edges: Int64Array) -> Int64Array:
+        """Return int64 [edges[-1]]: each token's row on this rank, or -1 if another rank holds the token."""
+        if self.format == "thd" and self.split == "contiguous":
+            edges = edges[[0, -1]]  # the whole stream is cut, not each sequence
+        lengths, parts = np.diff(edges), self._num_parts
+        column = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
+        part = column // np.repeat(np.maximum(lengths // parts, 1), lengths)
+        is_held = (part == self.cp_rank) | (part == 2 * self.cp_size - 1 - self.cp_rank)
+        return np.where(is_held, np.cumsum(is_held) - 1, -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,49 +12,30 @@ listed candidates that this rank holds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors
 from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_index import (
-    CandidateIndex,
-    RowIds,
-    Shard,
-    first_true,
-    reduce_max,
-    reduce_sum,
-)
+from sglang_topp.replay.candidate_index import DENSE_SHARES, CandidateIndex, Shard, first_true, reduce_sum
 from sglang_topp.replay.lm_head import (
     HeadSource,
+    LogitsSource,
+    Products,
     WeightGrad,
     WeightGradSink,
-    accumulation_dtype,
-    check_head,
-    check_targets,
-    products_of,
-    refuse_dtensors,
+    check_tensors,
 )
-from sglang_topp.replay.logits import (
-    LOG_PROB_FLOOR,
-    LogitsSource,
-    LogitTransform,
-    Softmax,
-    Source,
-    VocabPass,
-    evaluate,
-    gradient_of_softmax,
-)
+from sglang_topp.replay.logits import LogitTransform, Other, Policy, Work, evaluate
 
-__all__ = ["Policy", "Scores", "kl_terms", "score", "score_logits", "score_sets"]
+__all__ = ["Scores", "head_policy", "score", "score_logits"]
+
 
 # How many bytes the logits of a chunk take.
 _LOGITS_CHUNK_BYTES = 1 << 23
@@ -177,19 +158,12 @@ def score(
             NaN. The message names the argument or the position.
         InvalidCandidateSetsError: a candidate id is outside the vocabulary, or is not on exactly one rank.
     """
-    check_targets(targets)
-    policy = Policy.of_head(
-        hidden,
-        weight,
-        bias,
-        targets=targets,
-        scaling=(temperature, softcap, logit_scale),
-        shard=Shard.of(len(weight), vocab_start, vocab_size, tp_group),
-        chunk_rows=chunk_rows,
-        weight_grad=weight_grad,
-        backend=backend,
+    transform = LogitTransform(temperature, softcap, logit_scale)
+    shard = Shard.of(len(weight), vocab_start, vocab_size, tp_group)
+    policy, tensors = head_policy(
+        hidden, weight, bias, targets, transform, shard, chunk_rows, weight_grad, backend
     )
-    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
+    return _score(policy, tensors, targets, sets, entropy, full, per_candidate, kl_to)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -233,108 +207,57 @@ def score_logits(
         >>> scores.logprobs.exp(), scores.full_logprobs.exp()
         (tensor([0.5000]), tensor([0.4000]))
     """
-    check_targets(targets)
-    refuse_dtensors(logits=logits)
-    if logits.ndim != 2 or len(logits) != len(targets):
+    if logits.ndim != 2:
         raise InvalidInputError(
             f"logits: got shape {tuple(logits.shape)} for {len(targets)} targets, expected [T, V]"
         )
-    if logits.device != targets.device:
-        raise InvalidInputError(f"targets: it is on {targets.device}, and logits is on {logits.device}")
-    dtype = accumulation_dtype(logits=logits)
+    dtype = check_tensors(targets, logits=logits)
     shard = Shard.of(logits.shape[1], vocab_start, vocab_size, tp_group)
-    source = functools.partial(LogitsSource, num_ids=shard.num_ids, dtype=dtype)
     policy = Policy(
-        source,
-        (logits,),
+        functools.partial(LogitsSource, num_ids=shard.num_ids, dtype=dtype),
         shard,
+        LogitTransform(temperature),
         dtype,
-        (temperature, None, 1.0),
-        _chunk_rows(chunk_rows, shard, dtype, _LOGITS_CHUNK_BYTES),
+        _rows_of_chunk(chunk_rows, shard, dtype, _LOGITS_CHUNK_BYTES),
         "logits",
     )
-    return _score(policy, targets, sets, entropy, full, per_candidate, kl_to)
+    return _score(policy, (logits,), targets, sets, entropy, full, per_candidate, kl_to)
 
 
-@dataclass(frozen=True, eq=False)
-class Policy:
-    """Where a policy's logits come from."""
+def head_policy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor | None,
+    transform: LogitTransform,
+    shard: Shard,
+    chunk_rows: int | None,
+    weight_grad: WeightGrad,
+    backend: str,
+) -> tuple[Policy, tuple[Tensor | None, ...]]:
+    """Return the policy `softmax(head(hidden))`, and its source's tensors. `score` defines the arguments.
 
-    source: Callable[..., Source]
-    """Makes a source from `tensors` and the rows of a pass."""
-    tensors: tuple[Tensor | None, ...]
-    """The first is [T, ...]."""
-    shard: Shard
-    dtype: torch.dtype
-    """The dtype of sums and results."""
-    scaling: tuple[float | Tensor, float | None, float]
-    """Temperature, soft cap, and logit scale."""
-    chunk_rows: int
-    dense: Literal["head", "logits"]
-    """The key of `DENSE_SHARES` that tells which positions are dense."""
-
-    @classmethod
-    def of_head(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        targets: Tensor | None,
-        scaling: tuple[float | Tensor, float | None, float],
-        shard: Shard,
-        chunk_rows: int | None,
-        weight_grad: WeightGrad,
-        backend: str,
-    ) -> Policy:
-        """Build the policy `softmax(head(hidden))`. `score` defines the arguments.
-
-        Raises:
-            InvalidInputError: an argument is not valid, or does not match another one.
-        """
-        check_head(hidden, weight, bias, targets)
-        dtype = accumulation_dtype(hidden=hidden, weight=weight)
-        ops = products_of(backend, hidden, dtype)
-        sink = WeightGradSink(weight_grad, weight, hidden, dtype, ops)
-        # Each chunk adds to the whole gradient of the weight, so large batches have large chunks.
-        num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
-        return cls(
-            functools.partial(HeadSource, shard=shard, dtype=dtype, ops=ops, sink=sink),
-            (hidden, sink.attach(weight), bias),
-            shard,
-            dtype,
-            scaling,
-            _chunk_rows(chunk_rows, shard, dtype, num_bytes),
-            "head",
+    Raises:
+        InvalidInputError: an argument is not valid, or does not match another one.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise InvalidInputError(
+            f"hidden and weight: got shapes {tuple(hidden.shape)} and {tuple(weight.shape)},"
+            " expected [T, H] and [V, H]"
         )
-
-    def transform(self, device: torch.device, num_positions: int, *, may_wait: bool = True) -> LogitTransform:
-        """Check `scaling`, and return the transform to logits."""
-        return LogitTransform.of(*self.scaling, num_positions=num_positions, device=device, may_wait=may_wait)
-
-    def over_vocabulary(
-        self, rows: Tensor | None, columns: Tensor | None, transform: LogitTransform, **values: Any
-    ) -> VocabPass:
-        """Describe a pass over the logits of the positions `rows`, or of all T. `columns` is [T]."""
-        num_rows = num_positions = len(next(each for each in self.tensors if each is not None))
-        if rows is not None:
-            num_rows = len(rows)
-            rows = None if num_rows == num_positions else rows
-        if rows is not None and columns is not None:
-            columns = columns.index_select(0, rows)
-        return VocabPass(
-            self.shard,
-            num_rows,
-            rows,
-            transform,
-            columns=columns,
-            dtype=self.dtype,
-            chunk_rows=self.chunk_rows,
-            **values,
-        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias: got shape {tuple(bias.shape)}, expected [{len(weight)}]")
+    dtype = check_tensors(targets, hidden=hidden, weight=weight, bias=bias)
+    ops = Products.of(backend, hidden, dtype)
+    sink = WeightGradSink(weight_grad, weight, hidden, dtype, ops)
+    # Each chunk adds to the whole gradient of the weight, so large batches have large chunks.
+    num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
+    chunk_rows = _rows_of_chunk(chunk_rows, shard, dtype, num_bytes)
+    source = functools.partial(HeadSource, shard=shard, dtype=dtype, ops=ops, sink=sink)
+    return Policy(source, shard, transform, dtype, chunk_rows, "head"), (hidden, sink.attach(weight), bias)
 
 
-def _chunk_rows(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_bytes: int) -> int:
+def _rows_of_chunk(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_bytes: int) -> int:
     if chunk_rows is not None and chunk_rows < 1:
         raise InvalidInputError(f"chunk_rows: got {chunk_rows}, expected 1 or more")
     return chunk_rows or max(1, num_bytes // max(1, shard.num_ids * dtype.itemsize))
@@ -342,6 +265,7 @@ def _chunk_rows(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_by
 
 def _score(
     policy: Policy,
+    tensors: tuple[Tensor | None, ...],
     targets: Tensor,
     sets: CandidateSets | CandidateTensors | None,
     entropy: bool,
@@ -349,255 +273,60 @@ def _score(
     per_candidate: bool,
     kl_to: Tensor | None,
 ) -> Scores:
+    has_sets, each = sets is not None, per_candidate or kl_to is not None
     if sets is None:
-        for name, is_asked in (
-            ("full", full),
-            ("per_candidate", per_candidate),
-            ("kl_to", kl_to is not None),
-        ):
-            if is_asked:
-                raise InvalidInputError(
-                    f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
-                )
-        columns = _columns(targets, policy.shard, checks=True)
-        transform = policy.transform(targets.device, len(targets))
-        vocab = policy.over_vocabulary(
-            None, columns, transform, dropped=[_drop_none], picks=None, entropy=entropy
-        )
-        _, (over_all,) = evaluate(None, vocab, policy.source, *policy.tensors)
-        _check_numbers(over_all.logprobs, "over the vocabulary ", "its logits")
-        return Scores(over_all.logprobs, over_all.entropy)
+        asked = {"full": full, "per_candidate": per_candidate, "kl_to": kl_to is not None}
+        if name := next((name for name, is_asked in asked.items() if is_asked), None):
+            raise InvalidInputError(
+                f"{name}: it needs sets, and got none; without sets, scores are over the vocabulary"
+            )
+        sets, full = CandidateSets.empty(len(targets)), True
     if len(sets) != len(targets):
         raise InvalidInputError(
             f"sets: got {len(sets)} positions for {len(targets)} targets; select both with the same"
             " RowSelection"
         )
-    each = per_candidate or kl_to is not None  # then all candidates are listed
-    # If all candidates are listed, existing logits and a pass over all positions give each one's logit.
-    has_logits = each and (full or policy.dense == "logits")
+    # Existing logits, and a pass over all positions, have every candidate's logit.
+    has_all = not has_sets or (each and (full or policy.dense == "logits"))
     index, may_wait = CandidateIndex.of(
         sets,
         targets.device,
         policy.shard,
+        dense=None if has_all else DENSE_SHARES[policy.dense],
         lists_all=each,
-        dense=None if has_logits else policy.dense,
+        reads="all" if full else "dense",
     )
     is_target, is_absent = index.find_targets(targets, may_wait=may_wait)
-    transform = policy.transform(targets.device, len(targets), may_wait=may_wait or full)
-    scores, _ = score_sets(
-        policy,
+    transform = policy.transform.on(targets.device, len(targets), may_wait=may_wait or full)
+    columns = _columns(targets, policy.shard, checks=full)
+    work = Work(
+        replace(policy, transform=transform),
         index,
-        transform,
-        is_target=is_target,
-        columns=_columns(targets, policy.shard, checks=full),
-        entropy=entropy,
-        each=each,
-        full=full,
+        is_target,
+        columns if index.read_rows is None else columns.index_select(0, index.read_rows),
+        None if kl_to is None else Other(_renormalized(kl_to, index, policy.dtype)),
+        entropy,
+        per_candidate,
+        full,
     )
-    _check_numbers(scores.full_logprobs, "over the vocabulary ", "its logits")
+    *over_sets, full_logprobs, full_entropy = evaluate(work, *tensors)
+    _check_numbers(full_logprobs, "over the vocabulary ", "its logits")
+    if not has_sets:
+        return Scores(full_logprobs, full_entropy)
+    logprobs, entropies, of_candidates, kl = over_sets
     if is_absent is None:
-        _check_numbers(scores.logprobs, "", "its candidates' logits")
-    else:
-        # Where the host has not waited for the device, a position whose set lacks its target scores NaN.
-        scores = _multiplied(scores, torch.where(is_absent, torch.nan, 1.0).to(policy.dtype), index)
-    if kl_to is not None and scores.candidate_logprobs is not None:
-        other = _other_policy(kl_to, index, policy.dtype)
-        kl = index.sum_candidates(kl_terms(scores.candidate_logprobs, other))
-        if is_absent is None and (position := first_true(~kl.isfinite())) is not None:
+        _check_numbers(logprobs, "", "its candidates' logits")
+        if kl is not None and (position := first_true(~kl.isfinite())) is not None:
             raise InvalidInputError(
                 f"kl_to: the KL at position {position} is {float(kl.detach()[position])};"
                 " the other policy gives a candidate no probability, or NaN"
             )
-        scores = replace(scores, kl=kl)
-    return scores if per_candidate else replace(scores, candidate_logprobs=None)
-
-
-def _multiplied(scores: Scores, factor: Tensor, index: CandidateIndex) -> Scores:
-    """Multiply all scores over the sets of each position by an element of `factor` [T]."""
-    entropy, each = scores.entropy, scores.candidate_logprobs
-    return replace(
-        scores,
-        logprobs=scores.logprobs * factor,
-        entropy=None if entropy is None else entropy * factor,
-        candidate_logprobs=None if each is None else each * index.per_candidate(factor),
-    )
-
-
-def score_sets(
-    policy: Policy,
-    index: CandidateIndex,
-    transform: LogitTransform,
-    *,
-    is_target: Tensor | None = None,
-    columns: Tensor | None = None,
-    entropy: bool = False,
-    each: bool = False,
-    full: bool = False,
-    tail: bool = False,
-) -> tuple[Scores, Tensor | None]:
-    """Score over the sets of an index, without checks, and return the tails' log-probs [T] too.
-
-    Args:
-        is_target: bool [m], whether each listed candidate is the target, or None without targets.
-        columns: int64 [T], each target's column on this rank, or -1.
-        each: return each candidate's log-prob. Then all candidates are listed.
-        full: score over the vocabulary too.
-        tail: all ids outside of a set are one more outcome. Then no position is dense.
-    """
-    num_ids, gathered = policy.shard.num_ids, index.gathered
-    has_dense = len(index.dense_rows) > 0 and not index.lists_dense
-    at_dense, picks = index.dense_ids, index.dense_ids if index.lists_dense else None
-    rows: Tensor | None = index.dense_rows
-    dropped: list[Callable[[slice], Tensor | None]] = []
-    if full:
-        rows, picks, dropped = None, RowIds(gathered.ids, gathered.by_position.offsets), [_drop_none]
-        at_dense = RowIds(policy.shard.columns(index.token_ids), index.span_offsets)
-    elif tail:
-        rows, picks = index.rows, RowIds(gathered.ids, index.offsets)
-        dropped = [functools.partial(picks.mask, num_ids=num_ids)]
-    if has_dense:
-        dropped.append(lambda part: at_dense.mask(part, num_ids).logical_not_())
-    vocab = None
-    if rows is None or tail or len(rows):
-        vocab = policy.over_vocabulary(
-            rows, columns, transform, dropped=dropped, picks=picks, entropy=entropy
-        )
-    raw, softmaxes = evaluate(None if full or tail else gathered, vocab, policy.source, *policy.tensors)
-    logits = transform(raw, index.positions)
-    log_others = softmaxes[0].log_total if tail else None
-    logprobs, of_entropy, candidate_logprobs, log_tail = _SoftmaxOverSets.apply(
-        logits, log_others, index, is_target, entropy, each
-    )
-    if has_dense:
-        over = softmaxes[-1]
-        if full:
-            over = Softmax._make(x if x is None else x.index_select(0, index.dense_rows) for x in over)
-        logprobs = logprobs.index_copy(0, index.dense_rows, over.logprobs)
-        if entropy:
-            of_entropy = of_entropy.index_copy(0, index.dense_rows, over.entropy)
-    scores = Scores(logprobs, of_entropy, candidate_logprobs)
-    if full:
-        scores = replace(scores, full_logprobs=softmaxes[0].logprobs, full_entropy=softmaxes[0].entropy)
-    return scores, log_tail
-
-
-def _drop_none(rows: slice) -> None:
-    """Return the mask of a softmax over all ids."""
-
-
-class _SoftmaxOverSets(torch.autograd.Function):
-    """The softmax over each position's listed candidates, on all ranks, and optionally one more outcome.
-
-    All results are the same on every rank, and 0 at positions that are not listed. The incoming gradient must
-    be the same on every rank too, which is true if all ranks compute the same loss.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_m: Tensor,
-        tail_A: Tensor | None,
-        index: CandidateIndex,
-        is_target_m: Tensor | None,
-        entropy: bool,
-        each: bool,
-    ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        group, segment = index.shard.group, index.segment
-
-        def sum_of(values_m: Tensor) -> Tensor:
-            return torch.segment_reduce(values_m, "sum", offsets=index.offsets)
-
-        def spread(values: Tensor, places: Tensor, length: int) -> Tensor:
-            return values.new_zeros(length).index_copy_(0, places, values)
-
-        peak_A = reduce_max(torch.segment_reduce(logits_m, "max", offsets=index.offsets), group)
-        if tail_A is not None:
-            peak_A = torch.maximum(peak_A, tail_A)
-        shifted_m = logits_m - peak_A.index_select(0, segment)
-        weight_m = shifted_m.exp()
-        sums = [sum_of(weight_m)]
-        if is_target_m is not None:
-            sums.append(sum_of(torch.where(is_target_m, shifted_m, 0.0)))
-        if entropy:
-            sums.append(sum_of(weight_m * shifted_m.clamp(min=LOG_PROB_FLOOR)))
-        total_A, *others = reduce_sum(torch.stack(sums), group)
-        if tail_A is not None:
-            total_A = total_A + (tail_A - peak_A).exp()
-        log_total_A = total_A.log()
-        logprobs_m = shifted_m - log_total_A.index_select(0, segment)
-        logprobs = entropy_T = logprobs_n = log_tail = None
-        if is_target_m is not None:
-            logprobs = spread(others[0] - log_total_A, index.rows, index.num_positions)
-        if entropy:
-            entropy_T = spread(log_total_A - others[-1] / total_A, index.rows, index.num_positions)
-        if each:
-            logprobs_n = reduce_sum(spread(logprobs_m, index.at, len(index.token_ids)), group)
-        if tail_A is not None:
-            log_tail = spread(tail_A - peak_A - log_total_A, index.rows, index.num_positions)
-        ctx.index = index
-        ctx.save_for_backward(logprobs_m, is_target_m, entropy_T, log_tail)
-        return logprobs, entropy_T, logprobs_n, log_tail
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_n: Tensor | None,
-        grad_tail: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        index: CandidateIndex = ctx.index
-        logprobs_m, is_target_m, entropy_T, log_tail = ctx.saved_tensors
-        given = [grad for grad in (grad_logprobs, grad_tail) if grad is not None]
-        if grad_n is not None:
-            given.append(index.sum_candidates(grad_n.contiguous()))
-        if not given and grad_entropy is None:
-            return None, None, None, None, None, None
-        factor_T = functools.reduce(torch.add, given) if given else torch.zeros_like(entropy_T)
-        of_entropy_m = None
-        if grad_entropy is not None:
-            factor_T = torch.addcmul(factor_T, grad_entropy, entropy_T)
-            of_entropy_m = grad_entropy.index_select(0, index.positions)
-        factor_T = -factor_T
-        factor_m = factor_T.index_select(0, index.positions)
-        grad_m = gradient_of_softmax(logprobs_m, factor_m, of_entropy_m)
-        if grad_logprobs is not None:
-            grad_m += grad_logprobs.index_select(0, index.positions) * is_target_m
-        if grad_n is not None:
-            grad_m += grad_n.index_select(0, index.at)
-        grad_of_tail = None
-        if grad_tail is not None:
-            grad_of_tail = (log_tail.exp() * factor_T + grad_tail).index_select(0, index.rows)
-        return grad_m, grad_of_tail, None, None, None, None
-
-
-def kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return the KL terms `a log(a / b) + b - a` of the probabilities `a` and `b`. No term is negative.
-
-    At each position, the probabilities `a` of all outcomes sum to 1, and so do the probabilities `b`. The sum
-    of `b - a` is therefore 0, and the sum of the terms is the KL. If `a` and `b` are almost equal, a rounding
-    error in a log-prob changes a term only by about the square of the error. A small KL is therefore accurate
-    too.
-    """
-    terms: Tensor = _KlTerms.apply(log_a, log_b)
-    return terms
-
-
-class _KlTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, log_a: Tensor, log_b: Tensor) -> Tensor:
-        a, b, ratio = log_a.exp(), log_b.exp(), log_b - log_a
-        slope_a = torch.where(a > 0, -a * ratio, 0.0) if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(slope_a, b - a if ctx.needs_input_grad[1] else None)
-        near = a * (torch.expm1(ratio) - ratio)
-        return torch.where(a == 0, b, torch.where(ratio.abs() < 1, near, b - a - a * ratio))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(None if slope is None else slope * grad for slope in ctx.saved_tensors)
+    else:  # the host has not waited for the device, so a position whose set lacks its target scores NaN
+        factor = torch.where(is_absent, torch.nan, 1.0).to(policy.dtype)
+        logprobs, entropies, kl = (None if x is None else x * factor for x in (logprobs, entropies, kl))
+        if of_candidates is not None:
+            of_candidates = of_candidates * index.per_candidate(factor)
+    return Scores(logprobs, entropies, of_candidates, kl, full_logprobs, full_entropy)
 
 
 def _columns(targets: Tensor, shard: Shard, *, checks: bool) -> Tensor:
@@ -624,7 +353,7 @@ def _check_numbers(logprobs: Tensor | None, over: str, logits: str) -> None:
         )
 
 
-def _other_policy(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> Tensor:
+def _renormalized(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> Tensor:
     """Return [n]: the other policy's log-probs, renormalized over each set, and 0 in sets of one."""
     num_candidates = len(index.token_ids)
     if kl_to.shape != (num_candidates,):

@@ -17,8 +17,9 @@ import uvicorn
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout, Score, retry_policy
+from sglang_topp_client.rollout import write_spans
 from sglang_topp_client.transport.http import frame_head
-from sglang_topp_client.wire.records import to_frame, to_record, write_spans
+from sglang_topp_client.wire.records import to_frame, to_record
 
 NUM_TOKENS = 3
 

@@ -488,7 +488,7 @@ async def test_cancelling_twice_leaves_nothing_behind(engine, client, hang):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not client._runs._here().runs)
+    await until(lambda: not client._runs.servers.runs)
 
 
 async def test_closing_ends_what_is_in_flight_and_leaves_a_usable_client(engine, client, hang):

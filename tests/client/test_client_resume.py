@@ -515,13 +515,13 @@ async def test_aborts_without_tokens_back_off(engine, client, answers, fakes, mo
     monkeypatch.setattr(run_module, "_FIRST_RESUME_WAIT_S", 0.001)
     monkeypatch.setattr(run_module, "_MAX_RESUME_WAIT_S", 0.02)
     waits = []
-    proceed = run_module.Run._continue
+    proceed = run_module.Run._resume
 
-    def noted(self, wanted, sample, part, wait_s):
-        waits.append(wait_s)
-        proceed(self, wanted, sample, part, wait_s)
+    async def noted(self, job):
+        waits.append(job.wait_s)
+        await proceed(self, job)
 
-    monkeypatch.setattr(run_module.Run, "_continue", noted)
+    monkeypatch.setattr(run_module.Run, "_resume", noted)
     engine.script += [answers("waiting")] * 7 + [answers("abort"), answers("stop")]
     (rollout,) = await client.generate([5], SAMPLING, top_logprobs_p=0.9, on_abort="resume")
     assert len(rollout.output_ids) == 2 * fakes.NUM_TOKENS
@@ -658,8 +658,8 @@ async def test_wrong_rollouts_are_named(client, rollouts, words):
         ({"candidates": CandidateSets.empty(3)}, {}, r"\[0\]\.candidates: got 3 positions for 4"),
         ({"weight_spans": (("a", 3),)}, {}, r"\[0\]\.weight_spans: got .* for 4"),
         ({"prompt_ids": np.empty(0, np.int32)}, {}, r"\[0\]\.prompt_ids: got none"),
-        ({"candidates": None}, {}, "got no sets, but top_logprobs_p and top_logprobs_source request some"),
-        ({}, {"top_logprobs_p": None}, "got sets, but top_logprobs_p and top_logprobs_source request none"),
+        ({"candidates": None}, {}, "got no sets, but the request asks for sets"),
+        ({}, {"top_logprobs_p": None}, "got sets, but the request asks for no sets"),
         (
             {"top_logprobs_source": "sampler"},
             {},

@@ -153,15 +153,6 @@ async def test_a_sidecar_that_sends_lines(sidecar, fakes):
     assert_equal(score, fakes.score([5, 6]))
 
 
-async def test_a_sidecar_that_cannot_score_is_named(sidecar):
-    del sidecar.paths["/scores"]
-    async with AsyncRolloutClient(sidecar.url) as client:
-        with pytest.raises(errors.BadRequestError, match="this sidecar has no /scores") as error:
-            await client.score([5, 6])
-    assert error.value.status == 404
-    assert len(sidecar.of("/scores")) == 1
-
-
 def test_the_synchronous_client(served, fakes):
     with RolloutClient(served.url) as client:
         (score,) = client.score([5, 6, 7], top_logprobs_p=0.5, start=2)

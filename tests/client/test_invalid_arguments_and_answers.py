@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_topp import errors
 from sglang_topp.errors import describe
 from sglang_topp_client import AsyncRolloutClient, Rollout
-from sglang_topp_client.argument_checks import fresh_id, truncate
+from sglang_topp_client.checks import fresh_id, truncate
 from sglang_topp_client.protocols.sglang import GenerateExchange
 from sglang_topp_client.protocols.sidecar import RolloutsExchange
 from sglang_topp_client.requests import plan
@@ -361,7 +361,7 @@ def test_an_empty_engine_id_is_refused(fakes):
     one = of_engine(n=2)
     with pytest.raises(errors.WireError, match="id: got '', expected"):
         one.read(b"data: " + json.dumps(chunk).encode())
-    assert one.unfinished_ids() == []
+    assert one.open_ids() == []
 
 
 @pytest.mark.parametrize("answer", [b"[1, 2]", b'"text"', b"5", b"", b"[" * 60_000])

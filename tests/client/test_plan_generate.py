@@ -158,7 +158,7 @@ def test_a_threshold_or_the_sampler_makes_the_sets():
     [
         ((0.9, "sampler"), "got 'sampler' and top_logprobs_p 0.9, expected one of them"),
         (([None, 0.9], ["distribution", "sampler"]), "expected one of them"),
-        ((None, "nucleus"), "got 'nucleus', expected 'distribution' or 'sampler'"),
+        ((None, "nucleus"), "got 'nucleus', expected 'distribution', 'sampler', or None"),
         ((None, 7), "top_logprobs_source"),
         ((None, ["sampler"]), "got 1 values for 2 prompts"),
         ((None, ["sampler", 1.0]), "got 1.0, expected"),

@@ -51,15 +51,15 @@ def test_a_rollout_is_scored_from_its_first_generated_token(fakes):
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (0, "start: got 0, expected 1 or more: the token at position 0 has no distribution"),
-        (-1, "start: got -1, expected 1 or more"),
+        (0, "start: got 0, expected a position of 1 or more, or None: the token at position 0 has no"),
+        (-1, "start: got -1, expected a position"),
         (4, "start: got 4, expected at most 3, the number of the sequence's tokens"),
         (10**400, "start: got a number of"),
         (True, "start: got True, expected a position"),
         (1.0, "start: got 1.0, expected a position"),
         ("1", "start: got '1', expected a position"),
         ([1], "start: got 1 values for 2 sequences"),
-        ([1, 0], r"start\[1\]: got 0, expected 1 or more"),
+        ([1, 0], r"start\[1\]: got 0, expected a position of 1 or more"),
         ([1, True], r"start\[1\]: got True, expected a position"),
         ([1, [2]], r"start\[1\]: got \[2\], expected a position"),
         ([4, 1], r"start\[0\]: got 4, expected at most 3"),

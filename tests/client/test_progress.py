@@ -3,11 +3,12 @@
 import io
 import logging
 import sys
+from contextlib import closing
 
 import pytest
 
-from sglang_topp_client import progress
-from sglang_topp_client.progress import Progress
+from sglang_topp_client import run
+from sglang_topp_client.run import Progress
 
 
 class Terminal(io.StringIO):
@@ -18,21 +19,21 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def no_handlers(monkeypatch):
     """Act like a script that does not log, because pytest itself adds handlers."""
-    monkeypatch.setattr(logging.getLogger(progress.__name__), "hasHandlers", lambda: False)
+    monkeypatch.setattr(logging.getLogger(run.__name__), "hasHandlers", lambda: False)
 
 
 @pytest.mark.parametrize("show", [None, True, False])
 def test_nothing_where_stderr_is_no_terminal(monkeypatch, show):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
-    with Progress(2, show) as bar:
+    monkeypatch.setattr(run, "_FIRST_PROGRESS_S", 0.0)
+    with closing(Progress(2, show)) as bar:
         bar.add(10)
     assert sys.stderr.getvalue() == ""
 
 
 def test_a_terminal_sees_the_count(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress(2, True) as bar:
+    with closing(Progress(2, True)) as bar:
         bar.add(10)
         bar.add(10)
     written = sys.stderr.getvalue()
@@ -45,15 +46,15 @@ def test_a_terminal_sees_the_count(monkeypatch):
 @pytest.mark.parametrize("show", [None, False])
 def test_short_batches_and_false_show_nothing(monkeypatch, show):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress(1, show) as bar:
+    with closing(Progress(1, show)) as bar:
         bar.add(10)
     assert sys.stderr.getvalue() == ""
 
 
 def test_by_default_a_long_batch_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
-    with Progress(1, None) as bar:
+    monkeypatch.setattr(run, "_FIRST_PROGRESS_S", 0.0)
+    with closing(Progress(1, None)) as bar:
         bar.add(10)
     assert "rollouts 1/1" in sys.stderr.getvalue()
 
@@ -62,9 +63,9 @@ def test_by_default_a_long_batch_is_shown(monkeypatch):
 def test_a_program_that_logs_sees_it_only_if_it_asks(monkeypatch, show):
     """The progress line would mix with log lines on the same terminal. Here the handlers are pytest's."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress, "_FIRST_AFTER_S", 0.0)
-    monkeypatch.delattr(logging.getLogger(progress.__name__), "hasHandlers")
-    with Progress(1, show) as bar:
+    monkeypatch.setattr(run, "_FIRST_PROGRESS_S", 0.0)
+    monkeypatch.delattr(logging.getLogger(run.__name__), "hasHandlers")
+    with closing(Progress(1, show)) as bar:
         bar.add(10)
     assert ("rollouts 1/1" in sys.stderr.getvalue()) == bool(show)
 
@@ -90,8 +91,8 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize("error", [ValueError("I/O on closed file"), BrokenPipeError(), OSError(5, "EIO")])
 def test_a_terminal_that_goes_away_costs_no_sample(monkeypatch, writes, error):
     monkeypatch.setattr(sys, "stderr", Broken(writes, error))
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    with Progress(3, True) as bar:
+    monkeypatch.setattr(run, "_NEXT_PROGRESS_S", 0.0)
+    with closing(Progress(3, True)) as bar:
         for _ in range(3):
             bar.add(10)
     assert sys.stderr.getvalue().count("rollouts") == writes
@@ -102,11 +103,11 @@ def test_a_closed_stderr_or_none_that_is_a_file(monkeypatch, stderr):
     if isinstance(stderr, io.IOBase):
         stderr.close()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with Progress(1, True) as bar:
+    with closing(Progress(1, True)) as bar:
         bar.add(10)
 
 
 def test_a_process_without_stderr_works(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    with Progress(1, True) as bar:
+    with closing(Progress(1, True)) as bar:
         bar.add(10)

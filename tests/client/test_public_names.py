@@ -17,20 +17,12 @@ PACKAGES = [
 ]
 
 PUBLIC_NAMES = [
-    "AsyncRolloutClient",
-    "GenerateOptions",
-    "Rollout",
-    "RolloutClient",
-    "RolloutWriter",
-    "Score",
-    "ScoreOptions",
-    "ScoredRollout",
-    "TrainerScores",
-    "WeightPusher",
-    "add_trainer_columns",
-    "load_rollouts",
-    "load_scored_rollouts",
-    "save_rollouts",
+    *("AsyncRolloutClient", "RolloutClient", "WeightPusher"),
+    *("Rollout", "RolloutWriter", "Score", "ScoredRollout", "TrainerScores"),
+    *("add_trainer_columns", "load_rollouts", "load_scored_rollouts", "save_rollouts"),
+    # Types in signatures.
+    *("GenerateOptions", "OnAbort", "OnTimeout", "PauseMode", "Prompts", "SamplingParams", "ScoreOptions"),
+    *("Sequences", "Start", "TopLogprobsP", "TopLogprobsSource", "Transport"),
 ]
 
 

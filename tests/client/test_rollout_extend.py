@@ -11,7 +11,7 @@ from sglang_topp.batch import collate_rl
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError
 from sglang_topp.replay import replayed_old_logprobs
 from sglang_topp_client import Rollout, load_rollouts, save_rollouts
-from sglang_topp_client.argument_checks import as_token_ids
+from sglang_topp_client.checks import as_token_ids
 from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
 
 

@@ -12,7 +12,7 @@ import torch
 from replay_oracle import EMPTY, SINGLE, error, leaves, mixed, random_sets, targets_of
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay import candidate_index, gathered_products, gathered_products_triton, score
+from sglang_topp.replay import candidate_index, gathered_products_triton, lm_head, score
 from sglang_topp.replay.candidate_index import DenseShare, Entries, Segments
 from tests.fake_gpu import forbid_waits, gpu
 
@@ -104,7 +104,7 @@ def test_rows_far_apart_in_memory():
     assert wide.stride() == (12, 2)
     segments = segments_of(torch.tensor([0, 0, 1, 1], device=DEVICE), 2, indices(5, 4))
     got = gathered_products_triton.segment_sum(wide, segments, draw(4), out_dtype=torch.float32)
-    want = gathered_products.segment_sum(wide, segments, draw(4), out_dtype=torch.float32)
+    want = lm_head.segment_sum(wide, segments, draw(4), out_dtype=torch.float32)
     assert error(got, want) < 1e-6
 
 

@@ -475,7 +475,7 @@ ERRORS = {
     "teacher_sets: got 10 positions for 11 hidden states": lambda a: (
         a | {"teacher_sets": a["teacher_sets"][1:]}
     ),
-    "teacher_sets: these sets have no log-probs": lambda a: (
+    "logprobs: these candidate sets have none": lambda a: (
         a | {"teacher_sets": a["teacher_sets"].without_logprobs()}
     ),
     "direction: got 'backward', expected 'forward' or 'reverse'": lambda a: a | {"direction": "backward"},

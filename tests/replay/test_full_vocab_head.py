@@ -165,7 +165,7 @@ def test_errors_name_the_argument_and_the_problem():
     hidden, weight, _ = make(torch.float32)
     with pytest.raises(InvalidInputError, match=r"hidden and weight: got shapes \(11, 18\)"):
         score(hidden[:, 1:], weight, targets())
-    with pytest.raises(InvalidInputError, match="targets: got 10 for 11 hidden states"):
+    with pytest.raises(InvalidInputError, match="targets: got 10 for 11 rows of hidden"):
         score(hidden, weight, targets()[1:])
     with pytest.raises(InvalidInputError, match=r"targets: got shape \(11,\) and dtype torch.float32"):
         score(hidden, weight, targets() + 0.5)

@@ -51,9 +51,7 @@ def test_a_layout_selects_them() -> None:
 
 def test_old_logprobs_are_refused() -> None:
     sets = random_sets(SIZES, VOCAB).without_logprobs()
-    with pytest.raises(
-        InvalidInputError, match="candidates: these sets have no log-probs, so their kept mass"
-    ):
+    with pytest.raises(InvalidInputError, match="logprobs: these candidate sets have none"):
         replayed_old_logprobs(sets)
 
 

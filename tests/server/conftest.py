@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from sglang_topp_server.api.app import create_app
-from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.engine import EngineClient
 from sglang_topp_server.process.launch import listen
 from sglang_topp_server.settings import Limits
 

@@ -7,23 +7,20 @@ have reached the engine. The client also checks that the answer itself has all e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from sglang_topp import formats
 from sglang_topp.engine_contract import RESUMED
-from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
-from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp.errors import BadRequestError, MissingCandidateSetsError, WireError, describe
+from sglang_topp_client.checks import convert, fresh_id, parse_token_ids
 from sglang_topp_client.rollout import SAMPLER
-from sglang_topp_client.wire.typed_json import convert, parse_token_ids
 
-__all__ = ["REFUSABLE", "check_fields_of_answer", "field_check_requests"]
+__all__ = ["check_request_fields"]
 
-REFUSABLE = ("top_logprobs_source", RESUMED)
-"""Request fields that some releases of SGLang refuse.
-
-If an error names one of these fields, the field has reached the engine.
-"""
+# Request fields that some releases of SGLang refuse. If an error names one of these fields, the field has
+# reached the engine.
+_REFUSABLE = ("top_logprobs_source", RESUMED)
 
 _Meta: TypeAlias = Mapping[str, Any]
 _BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
@@ -44,10 +41,20 @@ _SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], _Meta], bool]]] = {
 }
 
 
-def field_check_requests() -> list[dict[str, Any]]:
-    """Return the bodies of the requests that check for lost fields.
+async def check_request_fields(base_url: str, post: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+    """Check that request fields reach the engine, and that answer fields come back.
 
-    Each request has a prompt of two tokens, and makes the engine generate one token.
+    Args:
+        base_url: the server's address, for errors.
+        post: sends a request to `/generate`, and returns the answer. Each of the four requests has a prompt
+            of two tokens, and makes the engine generate one token.
+
+    Raises:
+        MissingCandidateSetsError: an answer has no candidate sets, because the field that asks for them was
+            lost.
+        WireError: another field of a request or of an answer was lost. The error's `field` and message name
+            the lost field.
+        SglangToppError: the server did not answer, or refused a request.
     """
     params = {"max_new_tokens": 1, "ignore_eos": True}
     base64 = {"return_logprobs_in_base64": True}
@@ -61,18 +68,18 @@ def field_check_requests() -> list[dict[str, Any]]:
         {"top_logprobs_p": 0.01, RESUMED: 1, **base64},
     ]
     common = {"input_ids": [0, 0], "sampling_params": params, "return_logprob": True}
-    return [{**common, **fields, "rid": fresh_id("field-check")} for fields in asked]
+    for fields in asked:
+        body = {**common, **fields, "rid": fresh_id("field-check")}
+        try:
+            answer = await post(body)
+        except BadRequestError as error:
+            if not any(name in body and name in str(error) for name in _REFUSABLE):
+                raise
+        else:
+            _check_answer(base_url, body, answer)
 
 
-def check_fields_of_answer(base_url: str, body: Mapping[str, Any], answer: Any) -> None:
-    """Check the answer to one request of `field_check_requests`.
-
-    Raises:
-        MissingCandidateSetsError: the answer has no candidate sets, because the field that asks for them was
-            lost.
-        WireError: another field of the request or of the answer was lost. The error's `field` and message
-            name the lost field.
-    """
+def _check_answer(base_url: str, body: Mapping[str, Any], answer: Any) -> None:
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta_info, dict):
         raise WireError("meta_info", f"{base_url} answered {describe(answer)}, expected one answer")

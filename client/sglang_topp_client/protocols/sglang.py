@@ -42,27 +42,30 @@ from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import (
     AbortedError,
     BadRequestError,
-    OverloadedError,
     ResponseError,
     RolloutError,
     ServerError,
     WireError,
     describe,
 )
-from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, fresh_id, truncate
-from sglang_topp_client.requests import Messages, SampleRequest, ScoreRequest, check_source
-from sglang_topp_client.resume import empty_rollout
-from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Count, Logprobs, Rollout, Score, TokenIds
-from sglang_topp_client.wire.records import WeightSpan, check_result, read_spans
-from sglang_topp_client.wire.typed_json import convert, decode_json, parse_token_ids
+from sglang_topp_client.checks import MAX_BODY_CHARS, decode_json, fresh_id, parse_token_ids, truncate
+from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source, empty_rollout
+from sglang_topp_client.rollout import (
+    ABORT,
+    DISTRIBUTION,
+    SAMPLER,
+    Count,
+    Logprobs,
+    Rollout,
+    Score,
+    TokenIds,
+    WeightSpan,
+    check_result,
+    read_spans,
+)
+from sglang_topp_client.wire.error_json import class_of_status
 
-__all__ = [
-    "TOKENIZE_PATH",
-    "GenerateExchange",
-    "GenerateScoreExchange",
-    "tokenize_body",
-    "tokenized_ids",
-]
+__all__ = ["GenerateExchange", "GenerateScoreExchange"]
 
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
@@ -127,7 +130,6 @@ class StreamedExchange(ABC, Generic[_Result]):
 
     path = "/generate"
     accept = None
-    missing_route = ""
     prompts_field = "prompts"
     """The name of the caller's argument that holds the prompts, for error messages."""
 
@@ -141,9 +143,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         self._wanted = wanted
         self._rid = fresh_id(request_id)
         self._chunks: dict[int, list[_Chunk]] = {}
-        self._engine_ids: dict[int, str] = {}
-        if len(self._wanted.samples) == 1:
-            self._engine_ids[0] = self._rid
+        self._engine_ids = {0: self._rid} if len(wanted.samples) == 1 else {}
         self._finished: set[int] = set()
         self.complete = False
 
@@ -178,11 +178,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         return bool(self._chunks or self._finished)
 
     def open_ids(self) -> list[str]:
-        """Return the ids to send to the engine's `/abort_request`."""
-        return self.unfinished_ids()
-
-    def unfinished_ids(self) -> list[str]:
-        """Return the engine's ids of the unfinished samples, as far as the client knows these ids."""
+        """Return the ids of the unfinished samples, as far as the client knows them, to abort them."""
         return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[tuple[int, _Result]]:
@@ -216,21 +212,23 @@ class StreamedExchange(ABC, Generic[_Result]):
         if "error" in chunk:
             raise _reported_error(chunk["error"], self.prompts_field)
         _require(chunk, "output_ids", "meta_info")
-        return self._take(chunk)
-
-    def _take(self, chunk: _Chunk) -> list[tuple[int, _Result]]:
-        index = chunk.get("index", 0)
-        if index not in range(len(self._wanted.samples)) or index in self._finished:
+        index, samples = chunk.get("index", 0), self._wanted.samples
+        if index not in range(len(samples)) or index in self._finished:
             raise WireError(
-                "index",
-                f"got {describe(index)}, expected an unfinished one of {len(self._wanted.samples)} samples",
+                "index", f"got {describe(index)}, expected an unfinished one of {len(samples)} samples"
             )
         meta_info = chunk["meta_info"]
         self._engine_ids[index] = meta_info["id"]
         reason = meta_info.get("finish_reason")
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
             _check_finish(reason, self.prompts_field)
-        _check_resumed(self._wanted, meta_info)
+        if (resumed := meta_info.get(RESUMED)) != self._wanted.resumed_tokens:
+            raise WireError(
+                RESUMED,
+                f"got {describe(resumed)}, expected {self._wanted.resumed_tokens}, as requested: the engine,"
+                " or a gateway before it, does not resume answers. Is it patched with this version of"
+                " sglang-topp?",
+            )
         # On an engine with --incremental-streaming-output, a chunk has only the new tokens, so keep all
         # chunks of a sample until the sample finishes.
         is_whole = meta_info.get("completion_tokens") == len(chunk["output_ids"])
@@ -240,10 +238,10 @@ class StreamedExchange(ABC, Generic[_Result]):
             return []
         self._finished.add(index)
         del self._engine_ids[index]
-        return [(self._wanted.samples[index], self._result(index, self._chunks.pop(index)))]
+        return [(samples[index], self._result(samples[index], self._chunks.pop(index)))]
 
     @abstractmethod
-    def _result(self, index: int, chunks: list[_Chunk]) -> _Result:
+    def _result(self, sample: int, chunks: list[_Chunk]) -> _Result:
         """Decode the chunks of a finished sample."""
 
     def _prompt_ids(self, last: _Chunk) -> TokenIds:
@@ -268,11 +266,11 @@ class StreamedExchange(ABC, Generic[_Result]):
 class GenerateExchange(StreamedExchange[Rollout]):
     """One `POST /generate` that generates samples."""
 
-    def _result(self, index: int, chunks: list[_Chunk]) -> Rollout:
+    def _result(self, sample: int, chunks: list[_Chunk]) -> Rollout:
         wanted, last = self._wanted, chunks[-1]
         meta_info = last["meta_info"]
         if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
-            return _empty_rollout_from_chunk(wanted, wanted.samples[index], last)
+            return _empty_rollout_from_chunk(wanted, sample, last)
         _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency")
         parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
         output_ids = np.concatenate(parts)
@@ -305,7 +303,7 @@ class GenerateExchange(StreamedExchange[Rollout]):
 
         rollout = Rollout(
             prompt_index=wanted.prompt_index,
-            sample_index=wanted.samples[index],
+            sample_index=sample,
             request_id=meta_info["id"],
             prompt_ids=self._prompt_ids(last),
             output_ids=output_ids,
@@ -331,15 +329,6 @@ def _is_order(reason: Any) -> bool:
     reason also has the type `"abort"`, but contains a status code.
     """
     return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
-
-
-def _check_resumed(wanted: SampleRequest, meta_info: _MetaInfo) -> None:
-    if (heard := meta_info.get(RESUMED)) != wanted.resumed_tokens:
-        raise WireError(
-            RESUMED,
-            f"got {describe(heard)}, expected {wanted.resumed_tokens}, as requested: the engine, or a gateway"
-            " before it, does not resume answers. Is it patched with this version of sglang-topp?",
-        )
 
 
 def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
@@ -375,7 +364,7 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
         return
     if kind is None:
         raise WireError("finish_reason", f"got {describe(reason)}, expected an object with a type")
-    words = truncate(reason.get("message"), MAX_MESSAGE_CHARS)
+    words = truncate(reason.get("message"))
     field = _field_at_fault(words, prompts_field)
     if _is_order(reason):
         raise AbortedError(
@@ -391,7 +380,7 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
 
 def _reported_error(error: Any, prompts_field: str) -> ResponseError:
     fields = error if isinstance(error, dict) else {"message": error}
-    words = truncate(fields.get("message"), MAX_MESSAGE_CHARS)
+    words = truncate(fields.get("message"))
     message = f"{_field_at_fault(words, prompts_field)}the engine reports an error: {words}"
     return _engine_error(message, fields.get("code"), ServerError, error)
 
@@ -411,14 +400,9 @@ def _engine_error(message: str, status: Any, otherwise: type[ResponseError], bod
 
     `otherwise` is the type of the returned error if `status` is not an HTTP error status.
     """
-    kind = otherwise
-    if status == 429:
-        kind = OverloadedError
-    elif isinstance(status, int) and 400 <= status < 600:
-        kind = BadRequestError if status < 500 else ServerError
-    else:
-        status = None
-    return kind(message, status=status, body=truncate(body, MAX_BODY_CHARS))
+    is_status = isinstance(status, int) and 400 <= status < 600
+    kind = class_of_status(status) if is_status else otherwise
+    return kind(message, status=status if is_status else None, body=truncate(body, MAX_BODY_CHARS))
 
 
 _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
@@ -435,18 +419,15 @@ class GenerateScoreExchange(StreamedExchange[Score]):
 
     prompts_field = "sequences"
 
-    def __init__(self, wanted: ScoreRequest, *, request_id: str) -> None:
-        """See `StreamedExchange`."""
-        super().__init__(wanted, request_id=request_id)
-        self._start = wanted.start
+    _wanted: ScoreRequest
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
         sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
-        return super().body() | {"logprob_start_len": self._start - 1} | sets
+        return super().body() | {"logprob_start_len": self._wanted.start - 1} | sets
 
-    def _result(self, index: int, chunks: list[_Chunk]) -> Score:
-        start, last = self._start, chunks[-1]
+    def _result(self, sample: int, chunks: list[_Chunk]) -> Score:
+        start, last = self._wanted.start, chunks[-1]
         meta_info = last["meta_info"]
         _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", _LOGPROBS)
         if count := meta_info["completion_tokens"]:
@@ -528,29 +509,3 @@ def read_weight_version(meta_info: _MetaInfo) -> str | None:
     # and the class does not convert this integer to text.
     version = meta_info.get("weight_version")
     return None if version is None else str(version)
-
-
-TOKENIZE_PATH = "/tokenize"
-
-
-class _Tokens(TypedDict):
-    tokens: list[int]
-
-
-def tokenize_body(messages: Messages) -> dict[str, Any]:
-    """Return the JSON body of a `/tokenize` request."""
-    return {"messages": messages}
-
-
-def tokenized_ids(answer: Any) -> list[int]:
-    """Return the prompt's token ids from the answer to `/tokenize`.
-
-    Raises:
-        WireError: the answer has no token ids.
-    """
-    ids: list[int] = parse_token_ids(
-        "tokens", convert(answer, _Tokens, field=TOKENIZE_PATH)["tokens"]
-    ).tolist()
-    if not ids:
-        raise WireError("tokens", "got none: the chat template renders nothing for the messages")
-    return ids

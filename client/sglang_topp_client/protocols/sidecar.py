@@ -30,13 +30,12 @@ from typing import Any, Generic, TypeVar
 
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
-from sglang_topp_client.argument_checks import fresh_id
+from sglang_topp_client.checks import decode_json, fresh_id
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.frame import is_frame
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
-from sglang_topp_client.wire.typed_json import decode_json
 
 __all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
 
@@ -59,12 +58,10 @@ class _SidecarExchange(ABC, Generic[_Result]):
         path: the route. The final message has a field with the route's name, such as `rollouts`, which counts
             the results that the sidecar sent.
         result: the class of the results.
-        missing_route: the error message if the sidecar does not have the route `path`.
     """
 
     path: str
     result: type[_Result]
-    missing_route = ""
 
     def __init__(
         self, wanted: SampleRequest, *, request_id: str, timeout_s: float | None = None, max_bytes: int
@@ -91,12 +88,8 @@ class _SidecarExchange(ABC, Generic[_Result]):
         return bool(self._finished)
 
     def open_ids(self) -> list[str]:
-        """Return a list of one id: this request's id, for the sidecar's route `/abort`."""
+        """Return this request's id, for the sidecar's route `/abort`."""
         return [self._request_id]
-
-    def unfinished_ids(self) -> list[str]:
-        """Return an empty list: the sidecar itself aborts a request when its connection closes."""
-        return []
 
     def read(self, line: bytes) -> list[tuple[int, _Result]]:
         """Parse one message of the sidecar's answer.
@@ -191,10 +184,6 @@ class ScoresExchange(_SidecarExchange[Score]):
 
     path = "/scores"
     result = Score
-    missing_route = (
-        "this sidecar has no /scores, because its version of sglang-topp is too old to score; install the"
-        " client's version there, or use its engine directly (kind='sglang')"
-    )
     _wanted: ScoreRequest
 
     def body(self) -> dict[str, Any]:

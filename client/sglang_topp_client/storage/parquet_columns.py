@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client.argument_checks import find_json_problem
+from sglang_topp_client.checks import convert, find_json_problem
 from sglang_topp_client.rollout import (
     FIELDS,
     Count,
+    Field,
     Logprobs,
     Probability,
     Rollout,
@@ -46,9 +47,8 @@ from sglang_topp_client.rollout import (
     TokenRanges,
     WeightSpans,
     find_problems,
+    write_spans,
 )
-from sglang_topp_client.wire.records import write_spans
-from sglang_topp_client.wire.typed_json import convert
 
 __all__ = [
     "TrainerScores",
@@ -218,8 +218,6 @@ def to_batch(rollouts: Sequence[Rollout]) -> Any:
         values = [getattr(rollout, field.name) for rollout in rollouts]
         if field.type == CandidateSets:
             columns += _set_columns(values, [rollout.output_ids for rollout in rollouts])
-        elif field.type in _ARRAYS:
-            columns.append(_lists(values, _ARRAYS[field.type]))
         else:
             stored = [None if value is None else column.write(value) for value in values]
             columns.append(pa.array(stored, column.kind()))
@@ -239,32 +237,42 @@ def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollo
         InvalidInputError: a column cannot be read, or a row holds no valid rollout; the error names it.
     """
     columns = read_columns(batch, schema())
-    readers = {
-        field.name: _reader(columns, field.type, column.name or field.name) for field, column in _ROLLOUT
-    }
     rows = range(len(batch)) if rows is None else rows
     del batch
     for row, number in enumerate(rows):
         try:
-            rollout = Rollout(**{name: read(row) for name, read in readers.items()})
+            rollout = Rollout(**{field.name: _read(columns, field, row) for field in FIELDS[Rollout]})
             check_rollout(rollout)
         except InvalidInputError as error:
             raise InvalidInputError(f"rollout {number}: {error}") from error
         yield rollout
 
 
-def _reader(columns: Mapping[str, Any], kind: Any, name: str) -> Callable[[int], Any]:
-    """Return a function that reads the value of one row."""
-    if kind == CandidateSets:
-        return _Sets(columns).read
-    if kind in _ARRAYS:
-        return _Lists(columns[name]).__getitem__
+def _read(columns: Mapping[str, Any], field: Field, row: int) -> Any:
+    """Return the value of a field in one row. Arrays are copies, which do not keep the batch in memory."""
+    if field.type == CandidateSets:
+        return _read_sets(columns, row)
+    column = _COLUMNS[field.type]
+    stored = columns[column.name or field.name][row]
+    if field.type in _ARRAYS:
+        return stored.values.to_numpy().copy()
+    return column.read(stored.as_py()) if stored.is_valid else None
 
-    def read(row: int) -> Any:
-        value = columns[name][row].as_py()
-        return None if value is None else _COLUMNS[kind].read(value)
 
-    return read
+def _read_sets(columns: Mapping[str, Any], row: int) -> CandidateSets | None:
+    ids, logprobs, sampled_ids, output_ids = (
+        columns[name][row]
+        for name in ("candidate_ids", "candidate_logprobs", "candidate_sampled_ids", "output_ids")
+    )
+    if not ids.is_valid:
+        return None
+    offsets = ids.values.offsets.to_numpy().astype(np.int64)
+    return CandidateSets(
+        ids.values.flatten().to_numpy().copy(),
+        logprobs.values.flatten().to_numpy().copy() if logprobs.is_valid else None,
+        offsets - offsets[0],
+        (sampled_ids if sampled_ids.is_valid else output_ids).values.to_numpy().copy(),
+    )
 
 
 def read_columns(batch: Any, fields: Iterable[Any]) -> dict[str, Any]:
@@ -331,97 +339,33 @@ def _family(kind: Any) -> str | None:
     return "text" if is_text else None
 
 
-class _Lists:
-    """An Arrow column that holds one list in each row.
-
-    `column[row]` returns a copy of the row's list, so that the list does not keep the whole column in memory.
-    """
-
-    def __init__(self, column: Any) -> None:
-        self.offsets = column.offsets.to_numpy()
-        self._is_null = column.is_null().to_numpy(zero_copy_only=False)
-        self.values = column.values
-
-    def is_null(self, row: int) -> bool:
-        return bool(self._is_null[row])
-
-    def span(self, row: int) -> slice:
-        return slice(self.offsets[row], self.offsets[row + 1])
-
-    def __getitem__(self, row: int) -> NDArray[Any]:
-        numbers: NDArray[Any] = self.values.to_numpy()[self.span(row)]
-        return numbers.copy()
-
-
-class _Sets:
-    """The three columns of candidate sets: token ids, log-probs, and sampled ids."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._ids, self._logprobs = _Lists(columns["candidate_ids"]), _Lists(columns["candidate_logprobs"])
-        self._sampled_ids = _Lists(columns["candidate_sampled_ids"])
-        self._output_ids = _Lists(columns["output_ids"])
-        self._positions, self._known = _Lists(self._ids.values), _Lists(self._logprobs.values)
-
-    def read(self, row: int) -> CandidateSets | None:
-        if self._ids.is_null(row):
-            return None
-        token_ids, offsets = self._flat(self._positions, self._ids.span(row))
-        logprobs = None
-        if not self._logprobs.is_null(row):
-            logprobs, _ = self._flat(self._known, self._logprobs.span(row))
-        sampled_ids = self._output_ids if self._sampled_ids.is_null(row) else self._sampled_ids
-        return CandidateSets(token_ids, logprobs, offsets, sampled_ids[row])
-
-    @staticmethod
-    def _flat(lists: _Lists, rows: slice) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Concatenate the lists in the rows `rows` of the column `lists`.
-
-        Return a new array with the elements of all these lists, and the offset of each list in this array.
-        """
-        offsets = lists.offsets[rows.start : rows.stop + 1].astype(np.int64)
-        return lists.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets - offsets[0]
-
-
 def _set_columns(sets: Sequence[CandidateSets | None], output_ids: Sequence[TokenIds]) -> list[Any]:
     """Return the three columns of candidate sets."""
-    with_logprobs = [one if one is not None and one.has_logprobs else None for one in sets]
     others = [
         None if one is None or np.array_equal(one.sampled_ids, ids) else one.sampled_ids
         for one, ids in zip(sets, output_ids, strict=True)
     ]
+    with_logprobs = [one if one is not None and one.has_logprobs else None for one in sets]
     return [
-        _nested(sets, [None if one is None else one.token_ids for one in sets], np.int32),
-        _nested(with_logprobs, [None if one is None else one.logprobs for one in with_logprobs], np.float32),
-        _lists(others, np.int32),
+        _nested(sets, [np.empty(0, np.int32), *(one.token_ids for one in sets if one is not None)]),
+        _nested(
+            with_logprobs,
+            [np.empty(0, np.float32), *(one.logprobs for one in with_logprobs if one is not None)],
+        ),
+        pyarrow().array(others, _list_of(pyarrow().int32())),
     ]
 
 
-def _lists(rows: Sequence[NDArray[Any] | None], dtype: type[np.number[Any]]) -> Any:
-    values = np.concatenate([np.empty(0, dtype), *(row for row in rows if row is not None)])
-    return _with_offsets(rows, pyarrow().array(values))
+def _nested(sets: Sequence[CandidateSets | None], values: Sequence[NDArray[Any]]) -> Any:
+    """Return an Arrow column with a list for each rollout, which holds a list for each of its sets.
 
-
-def _nested(
-    sets: Sequence[CandidateSets | None],
-    values: Sequence[NDArray[Any] | None],
-    dtype: type[np.number[Any]],
-) -> Any:
-    """Return an Arrow column with a list of lists in each row.
-
-    One row is one rollout. The row's outer list has one inner list for each candidate set of the rollout.
-    `values` has one flat array per rollout, with the token ids or the log-probs of all its sets. Each inner
-    list is the part of this array that belongs to one set.
+    `values` has the token ids or the log-probs of all sets, in their order.
     """
-    sizes = [None if one is None else one.sizes for one in sets]
-    flat = np.concatenate([np.empty(0, dtype), *(row for row in values if row is not None)])
-    inner_sizes = np.concatenate([np.empty(0, np.int64), *(row for row in sizes if row is not None)])
-    return _with_offsets(sizes, _cut(inner_sizes, pyarrow().array(flat)))
-
-
-def _with_offsets(rows: Sequence[NDArray[Any] | None], values: Any) -> Any:
-    lengths = np.array([0 if row is None else len(row) for row in rows], np.int64)
-    is_null = np.array([row is None for row in rows], bool)
-    return _cut(lengths, values, pyarrow().array(is_null) if is_null.any() else None)
+    sizes = [np.empty(0, np.int64) if one is None else one.sizes for one in sets]
+    inner = _cut(np.concatenate([np.empty(0, np.int64), *sizes]), pyarrow().array(np.concatenate(values)))
+    is_null = [one is None for one in sets]
+    lengths = np.array([len(one) for one in sizes], np.int64)
+    return _cut(lengths, inner, pyarrow().array(is_null) if any(is_null) else None)
 
 
 def _cut(lengths: NDArray[np.int64], values: Any, mask: Any = None) -> Any:

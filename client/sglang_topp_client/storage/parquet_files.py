@@ -10,7 +10,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import whole_number
+from sglang_topp_client.checks import whole_number
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.storage.parquet_columns import (
     TrainerScores,
@@ -249,14 +249,18 @@ def save_rollouts(
     path = Path(path)
     check_new(path, overwrite=overwrite)
     with new_parquet_file(path, schema()) as write:
-        group = _Group(row_group_size)
+        group: list[Rollout] = []
+        num_bytes = 0
         for rollout in rollouts:
             check_rollout(rollout)
-            if group.is_full or not group.has_room_for(rollout):
-                write(to_batch(group.take()))
-            group.add(rollout)
-        if group.rollouts:
-            write(to_batch(group.take()))
+            size = num_bytes_of(rollout)
+            if group and (len(group) >= row_group_size or num_bytes + size > _MAX_GROUP_BYTES):
+                write(to_batch(group))
+                group, num_bytes = [], 0
+            group.append(rollout)
+            num_bytes += size
+        if group:
+            write(to_batch(group))
 
 
 def load_rollouts(path: _Path) -> Iterator[Rollout]:
@@ -278,13 +282,7 @@ def load_rollouts(path: _Path) -> Iterator[Rollout]:
     # List the files before the generator starts, so that `load_rollouts` itself raises the error for a wrong
     # path. If the generator listed the files, the error would wait until the caller takes the first rollout.
     pyarrow()
-    return _load(files_of(path))
-
-
-def _load(files: Sequence[str]) -> Iterator[Rollout]:
-    for path, rows, batch in read_batches(files, schema().names):
-        with reading(path):
-            yield from to_rollouts(batch, rows)
+    return (one.rollout for _, one in _load(files_of(path), None, {}))
 
 
 class RolloutWriter:
@@ -322,8 +320,9 @@ class RolloutWriter:
     def __init__(self, path: _Path, *, append: bool = False, part_size: int = 256) -> None:
         pyarrow()
         self.path = os.fspath(path)
-        self._group = _Group(whole_number("part_size", part_size, 1))
-        self._num_rollouts = 0
+        self._part_size = whole_number("part_size", part_size, 1)
+        self._part: list[Rollout] = []
+        self._num_bytes = self._num_rollouts = 0
         self._is_closed = False
         folder = Path(path)
         if folder.exists() and not folder.is_dir():
@@ -359,14 +358,17 @@ class RolloutWriter:
         """
         self._check_open()
         check_rollout(rollout)
-        if not self._group.has_room_for(rollout):
+        size = num_bytes_of(rollout)
+        if self._num_bytes + size > _MAX_GROUP_BYTES:
             self.flush()
-        self._group.add(rollout)
-        if self._group.is_full:
+        self._part.append(rollout)
+        self._num_bytes += size
+        if len(self._part) >= self._part_size:
             try:
                 self.flush()
             except BaseException:
-                self._group.remove_last()
+                self._part.pop()
+                self._num_bytes -= size
                 raise
 
     def flush(self) -> None:
@@ -377,14 +379,15 @@ class RolloutWriter:
                 the part in memory, so the caller may call `flush` again.
         """
         self._check_open()
-        if not self._group.rollouts:
+        if not self._part:
             return
         # If this write fails, the next `flush` reuses the part number and the file name, so that no rollout
         # is stored twice.
         name = f"part-{self._next_number:06}-{self._suffix}.parquet"
         with new_parquet_file(Path(self.path, name), schema()) as write:
-            write(to_batch(self._group.rollouts))
-        self._num_rollouts += len(self._group.take())
+            write(to_batch(self._part))
+        self._num_rollouts += len(self._part)
+        self._part, self._num_bytes = [], 0
         self._next_number += 1
 
     def close(self) -> None:
@@ -411,33 +414,6 @@ class RolloutWriter:
             raise InvalidInputError(f"{self.path}: this writer is closed")
 
 
-class _Group:
-    """A buffer of rollouts that will be written together, as one row group or one part."""
-
-    def __init__(self, max_rollouts: int) -> None:
-        self._max_rollouts = max_rollouts
-        self._num_bytes = 0
-        self.rollouts: list[Rollout] = []
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.rollouts) >= self._max_rollouts
-
-    def has_room_for(self, rollout: Rollout) -> bool:
-        return not self.rollouts or self._num_bytes + num_bytes_of(rollout) <= _MAX_GROUP_BYTES
-
-    def add(self, rollout: Rollout) -> None:
-        self.rollouts.append(rollout)
-        self._num_bytes += num_bytes_of(rollout)
-
-    def remove_last(self) -> None:
-        self._num_bytes -= num_bytes_of(self.rollouts.pop())
-
-    def take(self) -> list[Rollout]:
-        rollouts, self.rollouts, self._num_bytes = self.rollouts, [], 0
-        return rollouts
-
-
 class ScoredRollout(NamedTuple):
     """A rollout, and the log-probs and the reward that a trainer recorded for the rollout."""
 
@@ -460,12 +436,12 @@ def load_scored_rollouts(
         OSError: the path cannot be read.
         ModuleNotFoundError: pyarrow is not installed.
     """
-    pyarrow()
-    return _load_scored(files_of(path), wanted)
+    return _load(files_of(path), wanted, trainer_fields())
 
 
-def _load_scored(files: Sequence[str], wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
-    fields = trainer_fields()
+def _load(
+    files: Sequence[str], wanted: Collection[int] | None, fields: Mapping[str, Any]
+) -> Iterator[tuple[int, ScoredRollout]]:
     for path, rows, batch in read_batches(files, [*schema().names, *fields], wanted):
         with reading(path):
             known = [field for name, field in fields.items() if name in batch.schema.names]

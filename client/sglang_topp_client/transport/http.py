@@ -15,20 +15,35 @@ connection. With many idle connections, this takes quadratic time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
+import math
 import os
 import socket
+import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 
-from sglang_topp.errors import SglangToppError, TransportError, WireError
-from sglang_topp_client.transport.http_errors import CONNECT_TIMEOUT_S, response_error, transport_error
+from sglang_topp import errors
+from sglang_topp.errors import (
+    OverloadedError,
+    ResponseError,
+    ServerError,
+    SglangToppError,
+    TransportError,
+    WireError,
+)
+from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
+from sglang_topp_client.transport import fd_limit
+from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.server_config import ServerConfig
+from sglang_topp_client.wire.error_json import class_of_status, error_from_json
 from sglang_topp_client.wire.records import MEDIA_TYPES
 
 __all__ = ["HttpClient", "frame_head", "frames", "lines"]
@@ -37,6 +52,8 @@ __all__ = ["HttpClient", "frame_head", "frames", "lines"]
 # request starts while the server closes the connection. The client therefore closes an idle connection before
 # the server does.
 _KEEPALIVE_S = 3.0
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_ERROR_BYTES = 1 << 16
 # A request body above this size goes to aiohttp as a stream, because aiohttp warns about a large body of type
 # `bytes`.
 _MAX_BYTES_BODY = 1 << 20
@@ -64,6 +81,9 @@ class HttpClient:
     Args:
         config: the server's connection settings.
         before_close: awaited before the connections close, also if the event loop ends without `aclose`.
+
+    Attributes:
+        heard_at: when a part of an answer to `post` last arrived, as the event loop counts time.
     """
 
     def __init__(
@@ -71,6 +91,7 @@ class HttpClient:
         config: ServerConfig,
         before_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self.heard_at = 0.0
         self._before_close = before_close
         # The client asks servers for uncompressed answers, because a few compressed bytes may expand to any
         # size.
@@ -97,7 +118,6 @@ class HttpClient:
         self,
         path: str,
         body: dict[str, Any],
-        *,
         headers: Mapping[str, str] | None = None,
         on_received: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
@@ -120,11 +140,12 @@ class HttpClient:
         """
         try:
             async with await self._send("POST", path, body, headers) as response:
+                self.heard_at = asyncio.get_running_loop().time()
                 on_received()
                 if response.status != 200:
-                    raise await response_error(response)
+                    raise await _response_error(response)
                 _check_uncompressed(response)
-                parts = _parts(response, on_received)
+                parts = self._parts(response, on_received)
                 if self._throttle is not None:
                     parts = self._throttle(parts)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -134,7 +155,15 @@ class HttpClient:
         except SglangToppError:  # a server's 504 is a TimeoutError too
             raise
         except (aiohttp.ClientError, OSError) as error:
-            raise transport_error(self._base_url + path, error) from error
+            raise _transport_error(self._base_url + path, error) from error
+
+    async def _parts(
+        self, response: aiohttp.ClientResponse, on_received: Callable[[], None]
+    ) -> AsyncGenerator[bytes, None]:
+        async for data in response.content.iter_any():
+            self.heard_at = asyncio.get_running_loop().time()
+            on_received()
+            yield data
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
@@ -173,7 +202,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(timeout_s) as limit, await self._send(method, path, body) as response:
                 if not 200 <= response.status < 300:
-                    raise await response_error(response)
+                    raise await _response_error(response)
                 _check_uncompressed(response)
                 answer = bytearray()
                 async for data in response.content.iter_any():
@@ -186,7 +215,7 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             if limit.expired():
                 raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
-            raise transport_error(url, error) from error
+            raise _transport_error(url, error) from error
 
     async def probe(self, path: str, *, timeout_s: float) -> int | None:
         """Return the status of a GET request's answer, or None if no headers arrive within `timeout_s`.
@@ -252,7 +281,7 @@ class HttpClient:
                     socket_factory=self._keepalive_socket,
                     ssl=True if self._ssl is None else self._ssl,
                 ),
-                timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
@@ -343,14 +372,6 @@ def _check_uncompressed(response: aiohttp.ClientResponse) -> None:
         raise WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
 
 
-async def _parts(
-    response: aiohttp.ClientResponse, on_received: Callable[[], None]
-) -> AsyncGenerator[bytes, None]:
-    async for data in response.content.iter_any():
-        on_received()
-        yield data
-
-
 # -- messages --------------------------------------------------------------------------------------
 
 
@@ -425,3 +446,83 @@ def _too_long(size: int, max_bytes: int) -> WireError:
         f"got {size} bytes of one message of the answer (one sample) so far, expected at most {max_bytes}; if"
         " samples are that long, increase the client's max_message_bytes",
     )
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def _transport_error(url: str, error: aiohttp.ClientError | OSError) -> TransportError:
+    """Return the error of a request that got no complete answer."""
+    if isinstance(error, TimeoutError):
+        return TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s")
+    is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
+    if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
+        return FileLimitError(f"{url}: {sentence}")
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+        return TransportError(
+            f"{url}: nothing listens at {error.host}:{error.port} (connection refused); start one, for"
+            f" example with `sglang-topp serve --model-path MODEL --port {error.port}`, or give the address"
+            " of a server that runs"
+        )
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return TransportError(
+            f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in the"
+            " SSLContext that you pass as ssl=, or in the file of SSL_CERT_FILE"
+        )
+    return TransportError(f"{url}: {type(error).__name__}: {error}")
+
+
+async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
+    """Return the error that an answer with another status than 200 reports."""
+    raw = b""
+    async for data in response.content.iter_any():
+        raw += data
+        if len(raw) > _MAX_ERROR_BYTES:
+            break
+    body = raw[:MAX_BODY_CHARS].decode("utf-8", "replace")
+    status = response.status
+    reported = _reported(raw)
+    sentence = reported.get("message") or reported.get("detail") or body
+    words = truncate(sentence)
+    message = f"{response.method} {response.url}: HTTP {status}: {words}"
+    kind = class_of_status(status) if status >= 400 else ResponseError
+    if kind is OverloadedError:
+        retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
+        return OverloadedError(message, status=status, body=body, retry_after_s=retry_after_s)
+    # A sidecar names the class of the error in its 5xx answers, because the client must not retry every 5xx
+    # error.
+    if kind is ServerError and isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
+        return error_from_json(reported | {"status": status})
+    if 300 <= status < 400:
+        message += f" (a redirect to {response.headers.get('Location')}; not followed, use it as base_url)"
+    return kind(message, status=status, body=body)
+
+
+def _reported(raw: bytes) -> dict[str, Any]:
+    """Return the fields of an error answer's body, or an empty dict if the body has none of the known forms.
+
+    The known forms of a body are `{"error": {...}}`, `{"error": "..."}`, and an object without `error`.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    if isinstance(body, dict) and "error" in body:
+        body = body["error"]
+    if isinstance(body, str):
+        return {"message": body}
+    return body if isinstance(body, dict) else {}
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        wait_s = max(0.0, float(value))
+        return wait_s if wait_s < math.inf else None
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError, OSError):
+        return None

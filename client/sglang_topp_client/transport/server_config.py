@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.argument_checks import whole_number
+from sglang_topp_client.checks import whole_number
 
 __all__ = ["ROUTING_KEY", "ServerConfig", "check_key", "server_urls"]
 

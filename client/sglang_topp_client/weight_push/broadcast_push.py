@@ -86,7 +86,7 @@ class _Group:
                 "flush_cache": False,
                 "weight_version": version if is_last else None,
             }
-            update = partial(EngineControl.update_from_broadcast, body=body)
+            update = partial(EngineControl.update, path="/update_weights_from_distributed", body=body)
             await self._together(update, partial(self._send, values))
             if is_last:
                 return
@@ -95,7 +95,10 @@ class _Group:
     async def destroy(self) -> None:
         """Destroy the process group, unless an operation of the process group is still running."""
         if self._has_engines and not self.failures:
-            await on_each(self._engines, lambda engine: engine.leave_group(self._name))
+            leave = partial(
+                EngineControl.update, path="/destroy_weights_update_group", body={"group_name": self._name}
+            )
+            await on_each(self._engines, leave)
         if self._group is not None:
             from torch import distributed
 
@@ -123,7 +126,9 @@ class _Group:
             "backend": backend,
         }
         await self._together(
-            lambda engine: engine.join_group({**common, "rank_offset": offsets[engine]}),
+            lambda engine: engine.update(
+                "/init_weights_update_group", {**common, "rank_offset": offsets[engine]}
+            ),
             partial(self._join, store, world_size, backend),
         )
         self._has_engines = True

@@ -15,6 +15,7 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
+from sglang_topp_client.checks import convert
 from sglang_topp_client.retry_policy import retrying
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
@@ -119,9 +120,13 @@ class EngineControl:
         self.tensors = await self.checkpoint_tensors()
         if self._via == "disk":
             return
-        self.tp_size = _rank_count(info, "tp_size")
-        for name in ("dp_size", "pp_size"):
-            if (count := _rank_count(info, name)) != 1:
+        for name in ("tp_size", "dp_size", "pp_size"):
+            count = info.get(name)
+            if type(count) is not int or count < 1:
+                raise WireError(name, f"got {describe(count)} in /server_info, expected a number of ranks")
+            if name == "tp_size":
+                self.tp_size = count
+            elif count != 1:
                 raise InvalidInputError(
                     f"via: got {self._via!r}, but {self.base_url} has {name} {count}, expected 1; use"
                     " via='disk'"
@@ -136,7 +141,8 @@ class EngineControl:
         """
         query = "" if path is None else f"?model_path={quote(path, safe='')}"
         try:
-            return CheckpointTensors.from_json(await self._repeat("GET", _CHECKPOINT_TENSORS + query))
+            answer = await self._repeat("GET", _CHECKPOINT_TENSORS + query)
+            return convert(answer, CheckpointTensors, field=_CHECKPOINT_TENSORS)
         except BadRequestError as error:
             raise InvalidInputError(
                 f"{'engine_url' if path is None else 'weights'}: {self.base_url}: {error}"
@@ -189,7 +195,7 @@ class EngineControl:
         # after the update.
         body = {"model_path": path, "weight_version": version, "flush_cache": False}
         try:
-            await self._update("/update_weights_from_disk", body)
+            await self.update("/update_weights_from_disk", body)
         except BadRequestError as error:
             # SGLang joins the messages of data-parallel ranks. It loads a draft model after the target.
             messages = str(error).partition(f"HTTP {error.status}: ")[2].split(" | ")
@@ -207,42 +213,15 @@ class EngineControl:
             SglangToppError: the engine did not begin an update session.
         """
         try:
-            await self._update("/begin_weight_update", {})
+            await self.update("/begin_weight_update", {})
         except BadRequestError as error:
             if error.status in (404, 405):
                 return
             # An earlier push may have failed and left its update session open. End the old update session, so
             # that a new one can begin.
-            await self._update("/end_weight_update", {})
-            await self._update("/begin_weight_update", {})
+            await self.update("/end_weight_update", {})
+            await self.update("/begin_weight_update", {})
         self._is_updating = True
-
-    async def update_from_tensors(self, body: bytes) -> None:
-        """Tell the engine to load the tensors of one bucket. `body` is the bucket as JSON.
-
-        Raises:
-            SglangToppError: the update failed, and the engine's weights are unknown.
-        """
-        await self._update("/update_weights_from_tensor", body)
-
-    async def join_group(self, body: dict[str, Any]) -> None:
-        """Tell every rank of the engine to join a torch process group.
-
-        The call returns after all members of the process group have joined.
-        """
-        await self._update("/init_weights_update_group", body)
-
-    async def update_from_broadcast(self, body: dict[str, Any]) -> None:
-        """Tell the engine to receive and load one bucket of tensors, which this process broadcasts.
-
-        Raises:
-            SglangToppError: the update failed, and the engine's weights are unknown.
-        """
-        await self._update("/update_weights_from_distributed", body)
-
-    async def leave_group(self, name: str) -> None:
-        """Tell every rank of the engine to leave the torch process group `name`."""
-        await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def end_update(self) -> None:
         """End the engine's update session if `begin_update` began one.
@@ -252,19 +231,21 @@ class EngineControl:
         """
         if self._is_updating:
             self._is_updating = False
-            await self._update("/end_weight_update", {})
+            await self.update("/end_weight_update", {})
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def _update(self, path: str, body: dict[str, Any] | bytes) -> None:
-        answer = await self._post(path, body)
+    async def update(self, path: str, body: dict[str, Any] | bytes) -> None:
+        """Send one step of an update: a bucket of tensors, or an order to a torch process group.
+
+        Raises:
+            SglangToppError: the step failed. If it sent weights, the engine's weights are unknown.
+        """
+        answer = await self._http.request_json("POST", path, body, timeout_s=self._timeout_s)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise ServerError(f"POST {self.base_url}{path}: got {answer!r}, expected success", status=200)
-
-    async def _post(self, path: str, body: dict[str, Any] | bytes) -> Any:
-        return await self._http.request_json("POST", path, body, timeout_s=self._timeout_s)
 
     async def _repeat(
         self,
@@ -312,10 +293,3 @@ async def begin_updates(engines: Sequence[EngineControl]) -> Outcomes:
         return outcomes
     ends = await on_each(engines, EngineControl.end_update)
     return [end or NotLoadedError(error or first) for error, end in zip(outcomes, ends, strict=True)]
-
-
-def _rank_count(info: dict[str, Any], name: str) -> int:
-    count = info.get(name)
-    if type(count) is not int or count < 1:
-        raise WireError(name, f"got {describe(count)} in /server_info, expected a number of ranks")
-    return count

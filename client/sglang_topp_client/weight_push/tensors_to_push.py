@@ -11,10 +11,11 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang_topp.errors import InvalidInputError, WireError, describe
+import msgspec
+
+from sglang_topp.errors import InvalidInputError, describe
 
 if TYPE_CHECKING:
     import torch
@@ -103,29 +104,16 @@ async def checkpoint_folder(weights: Any) -> AsyncGenerator[str, None]:
         await asyncio.to_thread(folder.cleanup)
 
 
-@dataclass(frozen=True)
-class CheckpointTensors:
-    """The tensors of a checkpoint.
+class CheckpointTensors(msgspec.Struct, frozen=True):
+    """The tensors of a checkpoint, as an engine reports them.
 
     Attributes:
         shapes: the shape of each tensor, by name.
         optional: the names of the tensors that the engine's model does not load, such as a tied LM head.
     """
 
-    shapes: Mapping[str, Sequence[int]]
+    shapes: dict[str, list[int]] = msgspec.field(name="tensors")
     optional: frozenset[str]
-
-    @classmethod
-    def from_json(cls, answer: Any) -> CheckpointTensors:
-        """Read the answer of an engine.
-
-        Raises:
-            WireError: a key is missing, or has the wrong type.
-        """
-        for key, kind in (("tensors", dict), ("optional", list)):
-            if not isinstance(answer, dict) or not isinstance(answer.get(key), kind):
-                raise WireError(key, f"got {describe(answer)}, expected the tensors of a checkpoint")
-        return cls(answer["tensors"], frozenset(answer["optional"]))
 
 
 class TensorCheck:
@@ -207,11 +195,9 @@ class TensorsToPush:
     """
 
     def __init__(self, weights: Any) -> None:
-        named = named_tensors(weights)
-        self._is_lazy = not hasattr(weights, "state_dict") and not isinstance(weights, Mapping | Sequence)
-        self._known = [] if self._is_lazy else list(named)
-        self._rest = buckets(named if self._is_lazy else self._known)
-        self._first = next(self._rest)
+        is_lazy = not hasattr(weights, "state_dict") and not isinstance(weights, Mapping | Sequence)
+        self._rest = buckets(named_tensors(weights))
+        self._known = [next(self._rest)] if is_lazy else list(self._rest)
         self._check: TensorCheck | None = None
 
     def check(self, check: TensorCheck) -> None:
@@ -222,9 +208,9 @@ class TensorsToPush:
         Raises:
             InvalidInputError: a tensor does not fit, or tensors are missing.
         """
-        tensors, is_last = self._first if self._is_lazy else (self._known, True)
-        check.add(((name, tensor.shape) for name, tensor in tensors), is_last)
-        self._check = check if self._is_lazy else None
+        for bucket, is_last in self._known:
+            check.add(((name, tensor.shape) for name, tensor in bucket), is_last)
+        self._check = check
 
     def parts(self) -> Iterator[Bucket]:
         """Yield the buckets.
@@ -232,7 +218,7 @@ class TensorsToPush:
         Raises:
             InvalidInputError: an entry of an iterator is not a pair of a name and a tensor, or does not fit.
         """
-        yield self._first
+        yield from self._known
         for bucket, is_last in self._rest:
             if self._check is not None:
                 self._check.add(((name, tensor.shape) for name, tensor in bucket), is_last)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import pickle
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from ssl import SSLContext
-from typing import Any
+from typing import Any, Literal
 
 import pybase64
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, WeightPushError, describe
-from sglang_topp_client.argument_checks import check_bool, check_choice, seconds
+from sglang_topp_client.checks import check_choice, seconds
 from sglang_topp_client.transport.server_config import ServerConfig, server_urls
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
 from sglang_topp_client.weight_push.engine_control import (
@@ -49,6 +50,9 @@ class WeightPusher:
         headers: additional headers for every request.
         ssl: the TLS settings for `https://` addresses.
 
+    Attributes:
+        pauses: why engines may be paused, by address, for the warnings of calls that wait for them.
+
     Raises:
         InvalidInputError: an argument is wrong.
     """
@@ -65,6 +69,7 @@ class WeightPusher:
             ServerConfig(url, api_key=api_key, headers=headers or {}, ssl=ssl)
             for url in server_urls("engine_url", engine_url)
         ]
+        self.pauses: dict[str, str] = {}
         self._is_busy = threading.Lock()
 
     async def push(
@@ -77,28 +82,98 @@ class WeightPusher:
         partial: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        """Give every engine new weights; see `AsyncRolloutClient.push_weights`."""
+        """Give every engine new weights: pause, flush the KV caches, update, flush again, and continue.
+
+        The names and shapes of the weights must be those of the checkpoint that the engines were started
+        with, because SGLang ignores other names. Generation continues only once every engine has the new
+        weights. If a push fails before an engine has loaded any, the engines that it paused continue with
+        the old ones. After a later error or a cancellation, all engines stay paused until a push succeeds.
+        Do not push weights from several clients at once. In a training job of several processes, push
+        weights from one process only.
+
+        Args:
+            weights: a transformers model. `"disk"` also accepts the path of a model folder that every engine
+                can read. `"tensor"` and `"distributed"` also accept (name, tensor) pairs: the names and
+                unsharded tensors of a checkpoint. A background thread reads these pairs, about 128 MiB at a
+                time.
+            version: the weight version, such as `"8"`; see `Rollout.weight_versions`.
+            via: the transport of the weights. `"disk"`: every engine loads the folder. The client saves a
+                model to a temporary folder, which only engines on this machine can read. For engines on other
+                machines, save the model to a shared folder, and pass the folder's path as `weights`.
+                `"tensor"`: HTTP requests carry the values, 128 MiB at a time, to engines on any machine. A
+                request contains one copy of its values for each tensor-parallel rank. `"distributed"`: this
+                process broadcasts the values over a new torch process group, which it forms with all engines
+                for this push. The push does not use existing process groups. CUDA tensors use NCCL (this is
+                experimental), and other tensors use gloo. If one engine fails, the client does not know which
+                weights the engines have. Engines with `--dp-size` or `--pp-size` above 1 accept only
+                `"disk"`.
+            pause: how to treat requests in flight. `"retract"`: requests continue with the new weights, and
+                the engine recomputes their KV cache. If requests are in flight, `"retract"` fails on SGLang
+                before 0.5.21, and on any release with `--pp-size` above 1. `"abort"`: the engine aborts the
+                requests, and each request's `on_abort` decides what follows. `"in_place"`: requests continue
+                with the KV cache of the old weights, and no cache is flushed.
+            partial: whether the weights may be a part of the model. The engines keep the rest as it is.
+            timeout_s: the time limit of each step on an engine, such as pausing the engine or sending it one
+                bucket of tensors. Steps that may be repeated, such as the pause, are retried within it.
+
+        Raises:
+            InvalidInputError: an argument is wrong, a name or a shape does not fit the engines' model,
+                tensors are missing, or a URL does not belong to an engine. Nothing was sent.
+            WeightPushError: the push failed after the client had begun to send weights, for example because
+                an iterator yielded a tensor that does not fit. The error's `weight_versions` and message say
+                which weights each engine has, as far as the client knows.
+            SglangToppError: an engine did not answer, rejected the API key, could not be paused, failed the
+                flush before the update, or could not read the folder. No engine has loaded weights.
+        """
         if not isinstance(version, str) or not version or not version.isprintable():
             raise InvalidInputError(f"version: got {describe(version)}, expected printable text")
         check_choice("via", via, Transport)
         check_choice("pause", pause, PauseMode)
-        check_bool("partial", partial)
+        check_choice("partial", partial, Literal[True, False])
         check_weights(weights, is_folder=via == "disk")
-        async with self._engines(timeout_s, via) as engines, _source(weights, via) as source:
-            _raise_first(await on_each(engines, EngineControl.check))
-            await _check(engines, source, partial)
-            await _push(engines, lambda: _send(engines, source, version, via, timeout_s), version, pause)
+        since = time.strftime("%H:%M:%S")
+        self._note_pause(f"a push of version {version!r} began at {since}")
+        try:
+            async with self._engines(timeout_s, via) as engines, _source(weights, via) as source:
+                _raise_first(await on_each(engines, EngineControl.check))
+                await _check(engines, source, partial)
+                await _push(engines, lambda: _send(engines, source, version, via, timeout_s), version, pause)
+        except BaseException as error:
+            cause = str(error).partition("\n")[0] or type(error).__name__
+            self._note_pause(f"the push of version {version!r} that began at {since} failed: {cause}")
+            raise
+        self.pauses.clear()
 
     async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
-        """Pause every engine; see `AsyncRolloutClient.pause`."""
+        """Pause generation on every engine until `continue_generation` or a successful push.
+
+        Args:
+            mode: what becomes of requests in flight; see `pause` in `push`.
+            timeout_s: the time limit for each engine.
+
+        Raises:
+            SglangToppError: an engine could not be paused. The other engines are paused.
+        """
         check_choice("pause", mode, PauseMode)
+        self._note_pause(f"this client's pause() was called at {time.strftime('%H:%M:%S')}")
         async with self._engines(timeout_s) as engines:
             _raise_first(await on_each(engines, lambda engine: engine.pause(mode)))
 
     async def continue_generation(self, *, timeout_s: float = 600.0) -> None:
-        """Continue generation on every engine; see `AsyncRolloutClient.continue_generation`."""
+        """Continue generation on every engine.
+
+        After a `WeightPushError`, the engines may have different weights, so push again instead, unless the
+        error's `weight_versions` are the same everywhere.
+
+        Raises:
+            SglangToppError: an engine could not continue. The other engines continue.
+        """
         async with self._engines(timeout_s) as engines:
             _raise_first(await on_each(engines, EngineControl.continue_generation))
+        self.pauses.clear()
+
+    def _note_pause(self, reason: str) -> None:
+        self.pauses.update({config.base_url.rstrip("/"): reason for config in self.configs})
 
     @asynccontextmanager
     async def _engines(
@@ -171,7 +246,7 @@ async def _push_over_http(
     bodies = _http_bodies(parts, version, {engine.tp_size for engine in engines})
     while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
         healthy = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        update = functools.partial(_update_from_tensors, body_of)
+        update = partial(_update_from_tensors, body_of)
         for i, result in zip(healthy, await on_each([engines[i] for i in healthy], update), strict=True):
             outcomes[i] = result
     ends = await on_each(engines, EngineControl.end_update)
@@ -179,7 +254,7 @@ async def _push_over_http(
 
 
 async def _update_from_tensors(body_of: Mapping[int, bytes], engine: EngineControl) -> None:
-    await engine.update_from_tensors(body_of[engine.tp_size])
+    await engine.update("/update_weights_from_tensor", body_of[engine.tp_size])
 
 
 def _http_bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> Iterator[dict[int, bytes]]:
@@ -243,7 +318,6 @@ async def _push(
         cause = next(outcome.cause for outcome in outcomes if isinstance(outcome, NotLoadedError))
         await asyncio.shield(_undo_pause(engines, cause))
         raise cause
-    everywhere: list[str | None] = [version] * len(engines)
     if any(outcomes):
         count = outcomes.count(None)
         raise _push_error(
@@ -253,20 +327,14 @@ async def _push(
             [version if error is None else None for error in outcomes],
             outcomes,
         )
-    if flush is not None and any(outcomes := await on_each(engines, flush)):
-        raise _push_error(
-            f"version {version!r} is everywhere, but not every cache was flushed. {_PAUSED}",
-            engines,
-            everywhere,
-            outcomes,
-        )
-    if any(outcomes := await on_each(engines, EngineControl.continue_generation)):
-        raise _push_error(
-            f"version {version!r} is everywhere, but not every engine continues; call continue_generation()",
-            engines,
-            everywhere,
-            outcomes,
-        )
+    steps = {
+        f"not every cache was flushed. {_PAUSED}": flush,
+        "not every engine continues; call continue_generation()": EngineControl.continue_generation,
+    }
+    for failure, step in steps.items():
+        if step is not None and any(outcomes := await on_each(engines, step)):
+            summary = f"version {version!r} is everywhere, but {failure}"
+            raise _push_error(summary, engines, [version] * len(engines), outcomes)
 
 
 async def _undo_pause(engines: Sequence[EngineControl], error: BaseException) -> None:

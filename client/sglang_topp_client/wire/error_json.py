@@ -10,10 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_topp import SglangToppError, errors
-from sglang_topp.errors import ResponseError, ServerError, WireError
-from sglang_topp_client.argument_checks import MAX_BODY_CHARS, MAX_MESSAGE_CHARS, truncate
+from sglang_topp.errors import (
+    AuthenticationError,
+    BadRequestError,
+    OverloadedError,
+    ResponseError,
+    ServerError,
+    WireError,
+)
+from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
 
-__all__ = ["error_from_json", "error_to_json"]
+__all__ = ["class_of_status", "error_from_json", "error_to_json"]
 
 _MAX_FIELD_CHARS = 200
 
@@ -37,7 +44,7 @@ def error_from_json(body: Any) -> SglangToppError:
     if not isinstance(body, Mapping):
         words = truncate(body, MAX_BODY_CHARS)
         return ServerError(f"the server reports an error: {words}", status=None, body=words)
-    message = truncate(body.get("message", body), MAX_MESSAGE_CHARS)
+    message = truncate(body.get("message", body))
     name, status = body.get("type"), body.get("status")
     kind = getattr(errors, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, SglangToppError)):
@@ -48,3 +55,12 @@ def error_from_json(body: Any) -> SglangToppError:
         is_status = type(status) is int and 100 <= status < 600
         return kind(message, status=status if is_status else None, body=truncate(dict(body), MAX_BODY_CHARS))
     return kind(message)
+
+
+def class_of_status(status: int) -> type[ResponseError]:
+    """Return the class of the error that an HTTP status of 400 or more stands for."""
+    if status == 429:
+        return OverloadedError
+    if status in (401, 403):
+        return AuthenticationError
+    return BadRequestError if status < 500 else ServerError

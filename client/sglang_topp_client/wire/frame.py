@@ -27,7 +27,6 @@ import zstandard
 from numpy.typing import NDArray
 
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32
 
 __all__ = ["FrameReader", "encode_frame", "is_frame"]
 
@@ -79,20 +78,8 @@ class FrameReader:
             raise WireError("frame", f"got {len(self._content)} bytes, expected at least {self._at}")
         self.text = self._take(_JSON_BYTES.unpack_from(self._content)[0], "bytes of JSON")
 
-    def int32(self, count: int, what: str) -> NDArray[np.int32]:
+    def read(self, dtype: np.dtype[Any], count: int, what: str) -> NDArray[Any]:
         """Read the frame's next `count` numbers as a read-only array, which errors call `what`."""
-        return self._array(INT32, count, what)
-
-    def float32(self, count: int, what: str) -> NDArray[np.float32]:
-        """Read the frame's next `count` numbers as a read-only array, which errors call `what`."""
-        return self._array(FLOAT32, count, what)
-
-    def end(self) -> None:
-        """Raise WireError if the frame has more than what was read."""
-        if self._at != len(self._content):
-            raise WireError("frame", f"got {len(self._content)} bytes, expected {self._at}")
-
-    def _array(self, dtype: np.dtype[Any], count: int, what: str) -> NDArray[Any]:
         planes = np.frombuffer(self._take(4 * count, what), np.uint8)
         in_bytes = np.empty((count, 4), np.uint8)
         for start in range(0, count, _BLOCK):
@@ -101,6 +88,11 @@ class FrameReader:
         values = in_bytes.reshape(-1).view(dtype).astype(dtype.newbyteorder("="), copy=False)
         values.flags.writeable = False  # arrays that are decoded from base64 are also read-only
         return values
+
+    def end(self) -> None:
+        """Raise WireError if the frame has more than what was read."""
+        if self._at != len(self._content):
+            raise WireError("frame", f"got {len(self._content)} bytes, expected {self._at}")
 
     def _take(self, num_bytes: int, what: str) -> memoryview:
         start, self._at = self._at, self._at + num_bytes

@@ -13,7 +13,7 @@ the candidate sets, in this order.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +23,9 @@ import pybase64
 
 from sglang_topp import CandidateSets, formats
 from sglang_topp.candidates.csr_operations import offsets_of
-from sglang_topp.errors import MissingCandidateSetsError, WireError, describe
-from sglang_topp.formats.field_parsing import FLOAT32, renaming_errors
+from sglang_topp.errors import WireError
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
+from sglang_topp_client.checks import check_ids, convert, decode_json, parse_token_ids
 from sglang_topp_client.rollout import (
     FIELDS,
     Count,
@@ -35,25 +36,23 @@ from sglang_topp_client.rollout import (
     Seconds,
     TokenIds,
     TokenRanges,
+    WeightSpan,
     WeightSpans,
-    find_problems,
+    check_result,
+    read_spans,
     scored_ids,
+    write_spans,
 )
 from sglang_topp_client.wire.frame import FrameReader, encode_frame
-from sglang_topp_client.wire.typed_json import check_ids, convert, decode_json, parse_token_ids
 
 __all__ = [
     "JSON_FIELDS",
     "MEDIA_TYPES",
     "JsonField",
-    "WeightSpan",
-    "check_result",
     "from_frame",
     "from_record",
-    "read_spans",
     "to_frame",
     "to_record",
-    "write_spans",
 ]
 
 MEDIA_TYPES: dict[type[Rollout | Score], str] = {
@@ -75,41 +74,6 @@ class Timing:
     """Durations in seconds."""
 
     latency_s: Seconds
-
-
-@dataclass(frozen=True)
-class WeightSpan:
-    """The version of the weights that generated the tokens from `start` up to, but not including, `end`."""
-
-    version: str
-    start: Count
-    end: Count
-
-
-def write_spans(spans: WeightSpans) -> list[dict[str, Any]]:
-    """Return spans in the form of SGLang's field `weight_versions`."""
-    objects = []
-    start = 0
-    for version, count in spans:
-        objects.append({"version": version, "start": start, "end": start + count})
-        start += count
-    return objects
-
-
-def read_spans(field: str, objects: Sequence[WeightSpan]) -> WeightSpans:
-    """Return the spans in the form of SGLang's field `weight_versions`, without those of no token.
-
-    Raises:
-        WireError: the spans do not begin at token 0, or one does not begin at the end of the span before.
-    """
-    spans, end = [], 0
-    for one in objects:
-        if one.start != end or one.end < end:
-            raise WireError(field, f"got tokens {one.start} to {one.end}, expected those from {end} on")
-        if one.end > end:
-            spans.append((one.version, one.end - end))
-        end = one.end
-    return tuple(spans)
 
 
 def _read_logprobs(field: str, text: str) -> Logprobs:
@@ -268,16 +232,16 @@ def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int, p: float | 
     for field in FIELDS[result]:
         if field.count_name:
             count = getattr(row, field.count_name)
-            values[field.name] = frame.int32(count, f"{count} {field.name}")
+            values[field.name] = frame.read(INT32, count, f"{count} {field.name}")
             check_ids(field.name, values[field.name])
     bare = result(**values, logprobs=_NO_LOGPROBS, candidates=None)
     scored = scored_ids(bare)
-    logprobs = frame.float32(len(scored), f"{len(scored)} logprobs")
+    logprobs = frame.read(FLOAT32, len(scored), f"{len(scored)} logprobs")
     sets = None
     if (num_candidates := getattr(row, _NUM_CANDIDATES)) is not None:
-        sizes = frame.int32(len(scored), "set sizes")
-        token_ids = frame.int32(num_candidates, "candidate ids")
-        candidate_logprobs = frame.float32(num_candidates, "candidate log-probs")
+        sizes = frame.read(INT32, len(scored), "set sizes")
+        token_ids = frame.read(INT32, num_candidates, "candidate ids")
+        candidate_logprobs = frame.read(FLOAT32, num_candidates, "candidate log-probs")
         names = ("token_ids", "logprobs", "offsets", "sampled_ids")
         with renaming_errors({name: f"candidates.{name}" for name in names}):
             sets = CandidateSets(token_ids, candidate_logprobs, offsets_of(sizes), scored)
@@ -294,51 +258,3 @@ def _values(result: type[Rollout | Score], row: msgspec.Struct, *, framed: bool)
             value = getattr(row, in_json.name)
             values[field.name] = None if value is None else in_json.read(in_json.name, value)
     return values
-
-
-def check_result(result: Rollout | Score, *, p: float | None = None, may_be_extended: bool = False) -> None:
-    """Raise WireError if a field of an answer contradicts another.
-
-    Each set must hold its sampled token, with exactly the reported log-prob: the engine computes the sets and
-    the tokens' log-probs from the same float32 numbers. This also rejects sets of another position or
-    request, and log-probs that were computed at another temperature.
-
-    Args:
-        result: the decoded answer.
-        p: the threshold that the sets must reach, if one was requested. `CandidateSets.check_kept_mass` says
-            how exactly.
-        may_be_extended: whether to accept tokens that `Rollout.extend` appended. They have empty sets, and
-        the
-            log-prob 0.
-    """
-    for name, problem in find_problems(result):
-        names = {field.name: in_json.name for field, in_json in JSON_FIELDS[type(result)]}
-        raise WireError(names[name], problem)
-    logprobs, sets = result.logprobs, result.candidates
-    if np.isnan(logprobs).any():
-        raise WireError("logprobs", f"got NaN at position {int(np.isnan(logprobs).argmax())}")
-    if sets is not None:
-        ids = scored_ids(result)
-        if len(wrong := np.flatnonzero(sets.sampled_ids != ids)):
-            t = int(wrong[0])
-            raise WireError(
-                "candidates", f"got sampled token {sets.sampled_ids[t]} at position {t}, expected {ids[t]}"
-            )
-        if not may_be_extended and len(empty := np.flatnonzero(sets.sizes == 0)):
-            raise MissingCandidateSetsError("candidates", f"no candidate set at position {int(empty[0])}")
-        if not sets.has_logprobs:
-            raise WireError("candidates", "got sets without log-probs")
-        if len(wrong := np.flatnonzero(sets.sampled_logprobs != logprobs)):
-            t = int(wrong[0])
-            raise WireError(
-                "candidates",
-                f"got log-prob {sets.sampled_logprobs[t]} of the sampled token at position {t}, expected"
-                f" {logprobs[t]}, as the engine reports ({len(wrong)} of {len(logprobs)} positions differ)",
-            )
-        if p is not None:
-            with renaming_errors({"logprobs": "candidates"}):
-                sets.check_kept_mass(p)
-    if isinstance(result, Rollout) and result.appended_spans and not may_be_extended:
-        raise WireError(
-            "appended_spans", f"got {describe(result.appended_spans)}, expected only generated tokens"
-        )

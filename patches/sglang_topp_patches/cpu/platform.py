@@ -33,8 +33,6 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 from sglang_topp.errors import PatchError
 from sglang_topp_patches.releases import installed
 
-__all__ = ["TorchCpuPlatform", "activate", "register"]
-
 _NAME = "sglang_topp_cpu"  # the platform entry point and the plugin entry point have this name
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 

@@ -37,16 +37,6 @@ from sglang_topp_patches.releases import Feature, internals, refused
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, SetsRequest, sets_request
 from sglang_topp_patches.set_buffer import KEY, NO_SET, Positions, Problem, SetBuffer
 
-__all__ = [
-    "CALLED",
-    "Sample",
-    "merge_chunks",
-    "receive_sets",
-    "write_last_chunk",
-    "write_meta_info",
-    "write_sets",
-]
-
 CALLED = (
     Seam(
         "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info",

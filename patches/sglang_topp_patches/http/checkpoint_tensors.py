@@ -20,8 +20,6 @@ from starlette.routing import Route
 
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["PATH", "Checkpoint", "add_route"]
-
 PATH = "/sglang_topp/checkpoint_tensors"
 """`GET PATH` lists the tensors of the checkpoint that the engine was started with, and with `?model_path=...`
 those of another one: `{"tensors": {name: shape}, "optional": [name]}`."""

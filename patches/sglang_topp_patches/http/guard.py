@@ -33,15 +33,6 @@ from sglang_topp_patches.http.process_state import HTTP_SERVER, Call, HttpProces
 from sglang_topp_patches.request import BASE64, FIELDS, NUCLEUS
 from sglang_topp_patches.set_buffer import KEY
 
-__all__ = [
-    "OPENAI",
-    "SERVED",
-    "Guard",
-    "guard",
-    "refuse_grpc",
-    "refuse_grpc_openai",
-]
-
 _CONTAINERS = ("sampling_params", "custom_params", "extra_body", "options", "parameters", "instances")
 _GENERATE = "/generate"
 _VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")

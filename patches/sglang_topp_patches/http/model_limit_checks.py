@@ -22,8 +22,6 @@ from sglang_topp.engine_contract import (
 )
 from sglang_topp.errors import InvalidInputError
 
-__all__ = ["ModelLimits", "num_prompts"]
-
 _MAX_SAMPLES = 8192  # the maximum number of samples per request, equal to the sidecar's default
 _TOKEN_CHARS = 64  # the assumed number of characters in the longest token, if the tokenizer lists no tokens
 _JSON = (bool, int, float, str, list, dict)

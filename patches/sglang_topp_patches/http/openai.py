@@ -22,8 +22,6 @@ from starlette.types import Message, Send
 
 from sglang_topp_patches.http.process_state import Call, CallEndedError
 
-__all__ = ["adding_sets", "rewriting"]
-
 _EVENT, _ERROR_EVENT, _DONE = b"data: ", b'data: {"error"', b"data: [DONE]"
 
 

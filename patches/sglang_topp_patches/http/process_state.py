@@ -23,16 +23,6 @@ from sglang_topp_patches.scheduler.requests import SchedulerProcess
 from sglang_topp_patches.scheduler.sets import max_staging_bytes, staging_counts
 from sglang_topp_patches.set_buffer import KEY
 
-__all__ = [
-    "HTTP_SERVER",
-    "Call",
-    "CallEndedError",
-    "HttpProcess",
-    "current_call",
-    "note_server_args",
-    "report_state",
-]
-
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 """The module that defines SGLang's HTTP server and application.
 
@@ -175,6 +165,7 @@ class HttpProcess:
                 problems.append(f"scheduler {rank} runs without the plugin")
             else:
                 problems += [f"scheduler {rank}: {problem}" for problem in state["problems"]]
+        notes = [*environment_notes(), *(note for state in states if state for note in state["notes"])]
         stagings = [state["staging"] for state in states if state and "staging" in state]
         names = (*staging_counts, "max_bytes")
         return {
@@ -182,7 +173,7 @@ class HttpProcess:
             "active": not problems,
             "problems": problems,
             "is_paused": bool(self.manager and self.manager.is_pause),
-            "notes": list(environment_notes()),
+            "notes": list(dict.fromkeys(notes)),
             "budget": {**budget().to_dict(), "candidates_in_flight": self.in_flight.total},
             "staging": {name: sum(each[name] for each in stagings) for name in names},
             "model": None if self.model is None else self.model.to_record(),
@@ -210,11 +201,12 @@ def note_server_args(
 def report_state(process: SchedulerProcess, result: Any, self: Any, recv_req: Any) -> Any:
     """Add the plugin's status, under `sglang_topp`."""
     report = status().to_dict()
-    problems = list(process.capabilities_of(self).problems)
+    served = process.capabilities_of(self)
     result.internal_state[KEY] = {
         **report,
-        "active": not problems,
-        "problems": problems,
+        "active": not served.problems,
+        "problems": list(served.problems),
+        "notes": served.notes,
         "candidates_in_flight": process.candidates_in_flight,
         "staging": {**staging_counts, "max_bytes": max_staging_bytes(self)},
     }

@@ -38,19 +38,6 @@ from sglang_topp_patches.request import (
     without_fields,
 )
 
-__all__ = [
-    "PROMPT_IDS",
-    "adds_prompt_ids",
-    "async_generate",
-    "generate",
-    "get_item",
-    "normalize",
-    "parse",
-    "parse_body",
-    "send_to_scheduler",
-    "set_fields",
-]
-
 _CUSTOM = "sampling_params.custom_params."
 _AT_END = "sglang_topp_at_end"
 PROMPT_IDS = "return_prompt_token_ids"

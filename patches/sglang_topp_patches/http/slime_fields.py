@@ -25,8 +25,6 @@ from sglang_topp_patches.capabilities import nucleus_problem
 from sglang_topp_patches.request import NUCLEUS
 from sglang_topp_patches.set_buffer import Positions
 
-__all__ = ["check_request", "nucleus_threshold", "write_nuclei"]
-
 # If a request sets one of these fields, SGLang reports additional log-probs, over the whole vocabulary. The
 # additional log-probs would not match the renormalized log-probs of the generated tokens.
 _OTHER_LOGPROBS = ("top_logprobs_num", "token_ids_logprob")

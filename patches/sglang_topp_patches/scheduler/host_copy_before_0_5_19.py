@@ -29,8 +29,6 @@ import torch
 from sglang_topp_patches.hooks import around, before
 from sglang_topp_patches.releases import internals, take
 
-__all__ = ["Committed", "commit", "copy_to_host", "process", "process_on_prefill_server"]
-
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _RESULTS = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result"
 _OUTPUT_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"

@@ -23,8 +23,6 @@ from sglang_topp_patches.memory import trimmer
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import PassSets
 
-__all__ = ["add_to_stage_output", "take_from_stage_output"]
-
 _SETS = "sglang_topp"
 """The key of the sets without their tensors in a stage's output. The tensors are beside it, by number."""
 

@@ -41,18 +41,6 @@ _VALUES_AT_ONCE = 1 << 25
 _MAX_UNSETTLED_CHUNKS = 2
 _EXTRACTION = "sglang_topp_prompts"
 
-__all__ = [
-    "CALLED",
-    "PromptExtraction",
-    "PromptSets",
-    "compute_logprobs_only",
-    "extract_chunk",
-    "forget_rows",
-    "forward",
-    "process_by_chunk",
-    "process_whole",
-]
-
 CALLED = (
     Seam(
         "sglang.srt.layers.logits_processor.LogitsMetadata",

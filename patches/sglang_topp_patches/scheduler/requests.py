@@ -54,22 +54,6 @@ from sglang_topp_patches.request import (
 from sglang_topp_patches.scheduler.resume import resumable_req
 from sglang_topp_patches.set_buffer import KEY, PackedSet, Problem, SetBuffer
 
-__all__ = [
-    "CALLED",
-    "SchedulerProcess",
-    "Weights",
-    "add_sets",
-    "admit",
-    "buffer_of",
-    "check_request",
-    "forget_aborted",
-    "is_refused",
-    "receive",
-    "refuse",
-    "refuse_too_many",
-    "weights_of",
-]
-
 CALLED = (
     Seam(
         "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort",
@@ -78,18 +62,6 @@ CALLED = (
     ),
 )
 
-
-# SGLang's classes of prefix caches that separate namespaces: a request reads KV only from its own namespace.
-# The KV in caches of these classes is lost when the scheduler process ends. So these caches never hold KV
-# that an earlier process computed, possibly with other weights.
-_KEYED_CACHES = frozenset(
-    {
-        *("UnifiedRadixCache", "RadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"),
-        *("HiRadixCache", "HiMambaRadixCache", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"),
-    }
-)
-# Attributes of SGLang's `Scheduler` that are true if the scheduler reads KV from outside its process.
-_OUTSIDE = ("enable_hicache_storage", "enable_unified_cache_external_linker")
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATER_BEFORE_0_5_13 = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _PUSHES = [f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")]
@@ -129,9 +101,9 @@ class SchedulerProcess:
     _capabilities: Capabilities | None = None
 
     def capabilities_of(self, scheduler: Any) -> Capabilities:
-        """Return what this process can serve, from the arguments of SGLang's `Scheduler`."""
+        """Return what this process can serve, from SGLang's `Scheduler`."""
         if self._capabilities is None:
-            self._capabilities = Capabilities.of(scheduler.server_args)
+            self._capabilities = Capabilities.of(scheduler.server_args, scheduler)
         return self._capabilities
 
     @property
@@ -273,7 +245,7 @@ def _sets_problem(process: SchedulerProcess, scheduler: Any, req: Any, wanted: S
         served.sets
         or request_problem(params.temperature)
         or (served.speculative if params.top_k != 1 else "")
-        or _prompt_problem(scheduler, req)
+        or _prompt_problem(req, served.prompt_sets)
         or (_nucleus_problem(params, wanted) if wanted.is_for_slime else "")
         or (served.sampler if wanted.is_from_sampler else "")
     )
@@ -286,16 +258,18 @@ def _nucleus_problem(params: Any, wanted: SetsRequest) -> str:
     return nucleus_problem(params.temperature, params.top_k, params.min_p)
 
 
-def _prompt_problem(scheduler: Any, req: Any) -> str:
-    """Return why the sets of a request's prompt cannot be exact, and "" otherwise."""
+def _prompt_problem(req: Any, reason: str) -> str:
+    """Return why the sets of a request's prompt cannot be exact, and "" otherwise.
+
+    `reason` is that of the server (`Capabilities.prompt_sets`).
+    """
     if not scores_prompt(req):
         return ""
     asked = f"logprob_start_len: got {req.logprob_start_len}"
     # SGLang ignores `logprob_start_len` for requests in a streaming session.
     if getattr(getattr(req, "session", None), "streaming", False):
         return f"{asked} in a streaming session, where SGLang scores no prompt"
-    problem = outside_kv_problem(scheduler)
-    return problem and f"{asked}, and {problem}"
+    return reason and f"{asked}, and {reason}"
 
 
 def admit(req: Any, process: SchedulerProcess) -> None:
@@ -397,19 +371,3 @@ def weights_of(req: Any) -> Weights | None:
 def scores_prompt(req: Any) -> bool:
     """Return whether a request asks for the sets of prompt positions."""
     return bool(sets_request(req).threshold and 0 <= req.logprob_start_len < len(req.origin_input_ids))
-
-
-def outside_kv_problem(scheduler: Any) -> str:
-    """Return why a scored prompt may read KV of weights other than the current ones.
-
-    Return an empty string if cache namespaces prevent such a read (see `SchedulerProcess.choose_namespace`).
-    """
-    for name in _OUTSIDE:
-        if getattr(scheduler, name, False):
-            return f"{name}: KV that is stored outside of the engine may come from other weights"
-    cache = scheduler.tree_cache
-    # SGLang's cache for streaming sessions wraps another cache. The attribute `inner` is the wrapped cache.
-    kind = type(getattr(cache, "inner", cache)).__name__
-    if kind not in _KEYED_CACHES:
-        return f"the prefix cache {kind} may hold KV of other weights"
-    return ""

@@ -22,8 +22,6 @@ from typing import Any
 from sglang_topp_patches.hooks import Seam, after, around
 from sglang_topp_patches.request import sets_request
 
-__all__ = ["CALLED", "resumable_req", "send_all_tokens", "send_while_paused"]
-
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 CALLED = (
     Seam(
@@ -49,7 +47,7 @@ CALLED = (
 @cache
 def resumable_req() -> type[Any]:
     """Return the class of a request with `resumed_tokens`, which derives from SGLang's `Req`."""
-    from sglang.srt.managers.schedule_batch import INIT_INCREMENTAL_DETOKENIZATION_OFFSET, Req
+    from sglang.srt.managers.schedule_batch import Req
 
     class ResumableReq(Req):  # type: ignore[misc]  # SGLang ships no types
         """A request that resumes an answer, or that a later one may resume."""
@@ -112,7 +110,7 @@ def resumable_req() -> type[Any]:
             if not is_first or not (count := sets_request(self).resumed_tokens):
                 return decode_ids, offset
             self.read_offset -= count
-            self.surr_offset = max(self.read_offset - INIT_INCREMENTAL_DETOKENIZATION_OFFSET, 0)
+            self.surr_offset = max(self.surr_offset - count, 0)
             prompt = self.origin_input_ids_unpadded
             self.surr_and_decode_ids = prompt[self.surr_offset :] + self.output_ids_through_stop
             return self.surr_and_decode_ids, self.read_offset - self.surr_offset

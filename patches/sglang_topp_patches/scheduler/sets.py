@@ -52,20 +52,6 @@ from sglang_topp_patches.set_buffer import PackedSet
 if TYPE_CHECKING:
     from sglang_topp.nucleus.gpu_extraction import StagingArea
 
-__all__ = [
-    "ExtractedSets",
-    "PassSets",
-    "Sets",
-    "StagedSets",
-    "extract",
-    "extract_support",
-    "is_staged",
-    "lowest_logprob",
-    "max_staging_bytes",
-    "staging_counts",
-    "warm_up",
-]
-
 # All rows of a staging area share its capacity, which is proportional to the number of rows. A staging area
 # for fewer than 16 rows gets the capacity for 16 rows, so that a few of its rows can have large sets.
 _LEAST_ROWS = 16

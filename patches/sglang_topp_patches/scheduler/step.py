@@ -49,22 +49,6 @@ from sglang_topp_patches.scheduler.sets import (
 )
 from sglang_topp_patches.set_buffer import PackedSet
 
-__all__ = [
-    "CALLED",
-    "ForwardPass",
-    "GeneratedSets",
-    "RequestedRows",
-    "TopLogprobsNums",
-    "attach_logprobs",
-    "compute_logprobs",
-    "forward_pass_of",
-    "note_requested_rows",
-    "rank_only_top_k",
-    "requested_rows",
-    "sample",
-    "sample_from_probs",
-]
-
 CALLED = (
     Seam(
         "sglang.srt.managers.auxiliary_output.CommittedTokens",

@@ -35,8 +35,6 @@ from sglang_topp_patches.releases import internals
 from sglang_topp_patches.scheduler.sets import extract, extract_support, lowest_logprob
 from sglang_topp_patches.scheduler.step import GeneratedSets, RequestedRows, requested_rows
 
-__all__ = ["compute_logprobs", "sample"]
-
 _FIELD = "sglang_topp_verification"
 
 

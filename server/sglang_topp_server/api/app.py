@@ -1,8 +1,9 @@
-"""The sidecar's FastAPI app: all routes, their OpenAPI schemas, and error handlers."""
+"""The sidecar's FastAPI app: the API key, all routes, their OpenAPI schemas, and error handlers."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from importlib.metadata import version
@@ -11,16 +12,18 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_topp.errors import BadRequestError, ServerError, SglangToppError
-from sglang_topp_server.api.auth import ApiKeyMiddleware
+from sglang_topp.errors import AuthenticationError, BadRequestError, ServerError, SglangToppError
 from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.api.sample_endpoint import ROLLOUTS, SCORES, EndpointSpec, SampleEndpoint, Shared
-from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.engine import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits import ConcurrencyLimit, DisconnectedError
-from sglang_topp_server.schemas.answers import (
+from sglang_topp_server.metrics import Metrics
+from sglang_topp_server.openapi import (
     AbortAnswer,
     EngineInfo,
     ErrorAnswer,
@@ -29,15 +32,15 @@ from sglang_topp_server.schemas.answers import (
     PatchInfo,
     RolloutsAnswer,
     ScoresAnswer,
+    body_schema,
 )
-from sglang_topp_server.schemas.openapi import body_schema
-from sglang_topp_server.schemas.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
+from sglang_topp_server.requests import AbortBody, RolloutsBody, ScoresBody, parse_abort
 from sglang_topp_server.settings import Limits
 from sglang_topp_server.view.build_page import content_security_policy
 
-__all__ = ["create_app"]
-
 _ABORTS_TIMEOUT_S = 5.0
+# Load balancers probe these paths, and often cannot send a key.
+_PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
 
 
 def create_app(
@@ -119,6 +122,41 @@ def create_app(
     if view:
         _add_view(app, shared)
     return app
+
+
+class ApiKeyMiddleware:
+    """A middleware that answers 401 unless a request has the header `Authorization: Bearer <key>`.
+
+    The key is checked before any byte of the body is read. The middleware implements ASGI directly, because
+    Starlette's `BaseHTTPMiddleware` would run the route in a separate task, which would not notice that the
+    caller disconnects.
+
+    Args:
+        app: the wrapped app.
+        key: the key, or None to accept every request.
+        metrics: counts the refused requests.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str | None, metrics: Metrics) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request's key, then pass the request to the app. This is the ASGI entry point."""
+        if scope["type"] != "http" or self._key is None or scope["path"] in _PUBLIC_PATHS:
+            return await self._app(scope, receive, send)
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Starlette decodes headers as latin-1, so encoding them as latin-1 restores the original bytes.
+        sent = token.strip().encode("latin-1")
+        if scheme.lower() == "bearer" and hmac.compare_digest(sent, self._key):
+            return await self._app(scope, receive, send)
+        got = "another key" if sent else "none"
+        error = AuthenticationError(
+            f"got {got}, expected the header 'Authorization: Bearer <key>' with this server's key", status=401
+        )
+        self._metrics.count_refusal(error)
+        await JSONResponse(error_body(error), 401, error_headers(error))(scope, receive, send)
 
 
 def _lifespan(

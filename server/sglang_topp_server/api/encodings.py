@@ -21,16 +21,6 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_client.transport.http import frame_head
 from sglang_topp_client.wire.records import to_frame, to_record
 
-__all__ = [
-    "CHUNK_BYTES",
-    "NDJSON",
-    "Encoding",
-    "SampleJson",
-    "accepted_encoding",
-    "encode",
-    "rechunk",
-]
-
 NDJSON = "application/x-ndjson"
 CHUNK_BYTES = 1 << 16
 _RAW_BYTES = CHUNK_BYTES // 4 * 3

@@ -9,8 +9,6 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_server.limits import num_bytes_of
 from sglang_topp_server.view.build_page import page_of_rollouts
 
-__all__ = ["RecentRollouts"]
-
 _MAX_BYTES = 2**28
 
 

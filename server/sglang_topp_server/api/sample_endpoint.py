@@ -21,7 +21,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
     OverloadedError,
     RequestTimeoutError,
@@ -33,8 +32,7 @@ from sglang_topp_client import Rollout, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES
 from sglang_topp_server.api.encodings import Encoding, SampleJson, accepted_encoding, rechunk
 from sglang_topp_server.api.recent_rollouts import RecentRollouts
-from sglang_topp_server.engine.client import EngineClient, FailedPrompt
-from sglang_topp_server.engine.request_checks import check_rollout_request, check_score_request
+from sglang_topp_server.engine import EngineClient, FailedPrompt, Result
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
 from sglang_topp_server.limits import (
     BodyReader,
@@ -45,10 +43,8 @@ from sglang_topp_server.limits import (
     num_bytes_of,
 )
 from sglang_topp_server.metrics import Metrics
-from sglang_topp_server.schemas.requests import AnyCall, parse_rollouts, parse_scores
+from sglang_topp_server.requests import SampleCall, parse_rollouts, parse_scores
 from sglang_topp_server.settings import Limits
-
-__all__ = ["ROLLOUTS", "SCORES", "EndpointSpec", "SampleEndpoint", "Shared"]
 
 # Parsing a body or encoding a sample of this size or more takes milliseconds. A thread does this work, so
 # that the event loop can serve other connections.
@@ -73,25 +69,17 @@ class EndpointSpec:
         index_field: in a stream's error message, the field that holds the index of the failed prompt.
         media_type: the media type of a stream that consists of binary frames.
         parse: a function that parses a request body.
-        check: a function that raises an error if the request would crash or block the engine. The arguments
-            of `check` are the request, the engine's model, and whether the engine survives a grammar that
-            forbids every next token.
     """
 
     name: str
     result_noun: str
     index_field: str
     media_type: str
-    parse: Callable[[bytes | bytearray, Limits], AnyCall]
-    check: Callable[[Any, Model, bool], None]
+    parse: Callable[[bytes | bytearray, Limits], SampleCall]
 
 
-ROLLOUTS = EndpointSpec(
-    "rollouts", "sample", "prompt_index", MEDIA_TYPES[Rollout], parse_rollouts, check_rollout_request
-)
-SCORES = EndpointSpec(
-    "scores", "sequence", "sequence_index", MEDIA_TYPES[Score], parse_scores, check_score_request
-)
+ROLLOUTS = EndpointSpec("rollouts", "sample", "prompt_index", MEDIA_TYPES[Rollout], parse_rollouts)
+SCORES = EndpointSpec("scores", "sequence", "sequence_index", MEDIA_TYPES[Score], parse_scores)
 
 
 class Shared:
@@ -137,7 +125,7 @@ class SampleEndpoint(Response):
                 # Check the request in a thread, because checking millions of token ids takes
                 # milliseconds.
                 survives_grammars = shared.engine.status.survives_grammars
-                await asyncio.to_thread(self._spec.check, request, model, survives_grammars)
+                await asyncio.to_thread(request.check, model, survives_grammars)
                 is_admitted = True
                 outcome = await self._answer(request, _trace_of(headers), receive, send)
             error: SglangToppError | None = None
@@ -163,13 +151,13 @@ class SampleEndpoint(Response):
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> AnyCall:
+    async def _read(self, headers: Headers, receive: Receive) -> SampleCall:
         async with self._shared.bodies.read(headers, receive) as body:
             if len(body) < _OFF_LOOP_BYTES:
                 return self._spec.parse(body, self._shared.limits)
             return await asyncio.to_thread(self._spec.parse, body, self._shared.limits)
 
-    async def _answer(self, request: AnyCall, trace: dict[str, str], receive: Receive, send: Send) -> str:
+    async def _answer(self, request: SampleCall, trace: dict[str, str], receive: Receive, send: Send) -> str:
         """Answer the request, and return the outcome for the metrics."""
         answer = self._answer_stream if request.body.stream else self._answer_whole
         with self._shared.memory.share() as share:
@@ -192,7 +180,7 @@ class SampleEndpoint(Response):
                     task.exception()
 
     async def _answer_whole(
-        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
+        self, request: SampleCall, share: MemoryShare, trace: dict[str, str], send: Send
     ) -> str:
         """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
@@ -217,7 +205,7 @@ class SampleEndpoint(Response):
         return "ok"
 
     async def _answer_stream(
-        self, request: AnyCall, share: MemoryShare, trace: dict[str, str], send: Send
+        self, request: SampleCall, share: MemoryShare, trace: dict[str, str], send: Send
     ) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
@@ -258,8 +246,8 @@ class SampleEndpoint(Response):
 
     @asynccontextmanager
     async def _results(
-        self, request: AnyCall, share: MemoryShare, trace: dict[str, str]
-    ) -> AsyncIterator[AsyncIterator[Rollout | Score | FailedPrompt]]:
+        self, request: SampleCall, share: MemoryShare, trace: dict[str, str]
+    ) -> AsyncIterator[AsyncIterator[Result]]:
         """Yield the engine's results. The caller's time limit covers them and the last byte of the answer."""
         try:
             async with (

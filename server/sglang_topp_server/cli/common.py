@@ -15,23 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGINE_KEY
-
-__all__ = [
-    "ENGINE_KEY",
-    "FAILED",
-    "INTERRUPTED",
-    "SIDECAR_KEY",
-    "USAGE",
-    "Commands",
-    "add_command",
-    "count",
-    "fail",
-    "json_object",
-    "port",
-    "read_key",
-    "seconds",
-]
 
 FAILED = 1
 """The command failed."""

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 
 from sglang_topp_server.cli.common import FAILED, SIDECAR_KEY, USAGE, Commands, add_command, fail, read_key
 
-__all__ = ["add_parsers"]
-
 
 def add_parsers(commands: Commands) -> None:
     """Add the command."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang_topp_client import Rollout
     from sglang_topp_server.view.token_text import TokenTexts
 
-__all__ = ["add_parsers"]
-
 _PART_SIZE = 32
 _MAX_SHOWN = 6
 _SAMPLING = (

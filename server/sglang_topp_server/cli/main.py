@@ -12,8 +12,6 @@ from sglang_topp.errors import SglangToppError
 from sglang_topp_server.cli import doctor, generate, saved_rollouts, serve
 from sglang_topp_server.cli.common import FAILED, INTERRUPTED, USAGE, fail
 
-__all__ = ["main"]
-
 _OF_THE_SERVER_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
 _EPILOG = """\
 exit status:

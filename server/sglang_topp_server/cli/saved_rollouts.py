@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,8 @@ from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_server.cli.common import Commands, add_command, count
 
 if TYPE_CHECKING:
+    from sglang_topp_client import ScoredRollout
     from sglang_topp_server.view.run_summary import RunSummary
-
-__all__ = ["add_parsers"]
 
 _MAX_NAMES = 5
 _EVERY_S = 0.2
@@ -41,19 +40,22 @@ def add_parsers(commands: Commands) -> None:
         "view",
         "make one HTML page of saved rollouts, to open or to attach",
         _view,
+        details="Several runs are overlaid.",
         examples=[
             "sglang-topp view step-0.parquet --tokenizer /models/qwen",
-            "sglang-topp view run/ -o run.html --rollouts 200",
+            "sglang-topp view step-10.parquet step-200.parquet -o steps.html",
         ],
     )
-    for parser in (rollouts, view):
-        parser.add_argument("path", help="a file of save_rollouts, or a directory of RolloutWriter")
-    view.add_argument("-o", "--output", metavar="FILE", help="the page (named after PATH, with .html)")
+    what = "a file of save_rollouts, or a directory of RolloutWriter"
+    rollouts.add_argument("path", help=what)
+    view.add_argument("paths", metavar="PATH", nargs="+", help=what)
+    view.add_argument("-o", "--output", metavar="FILE", help="the page (named after the first PATH)")
     view.add_argument(
-        "--rollouts",
+        "--megabytes",
         type=count,
-        default=64,
-        help="how many the page holds token by token, those with the worst tokens first (%(default)s)",
+        default=20,
+        help="up to how many the page holds rollouts token by token, those with the worst tokens first"
+        " (%(default)s)",
     )
     view.add_argument(
         "--tokenizer",
@@ -119,16 +121,16 @@ def _named(counts: Counter[str]) -> str:
 
 
 def _view(args: argparse.Namespace) -> int:
-    """Write the page of the rollouts at `args.path`, and print its path and size."""
-    from sglang_topp_server.view.build_page import page_of_file
+    """Write the page of the rollouts at `args.paths`, and print its path and size."""
+    from sglang_topp_server.view.build_page import page_of_files
     from sglang_topp_server.view.token_text import TokenTexts
 
-    out = Path(args.output or f"{Path(os.path.abspath(args.path)).stem}.html")
+    out = Path(args.output or f"{Path(os.path.abspath(args.paths[0])).stem}.html")
     if out.suffix == ".parquet" or out.is_dir():
         raise InvalidInputError(f"-o: got {out}, expected the name of an HTML file")
     texts = None if args.tokenizer is None else TokenTexts(args.tokenizer)
-    step = _progress_line() if sys.stderr.isatty() else None
-    chunks = page_of_file(args.path, max_detailed=args.rollouts, tokenizer=texts, step=step)
+    progress = _with_progress_line if sys.stderr.isatty() else iter
+    chunks = page_of_files(args.paths, megabytes=args.megabytes, tokenizer=texts, progress=progress)
     hidden = out.with_name(f".{out.name}.tmp")
     try:
         with hidden.open("wb") as file:
@@ -137,22 +139,21 @@ def _view(args: argparse.Namespace) -> int:
         hidden.replace(out)
     finally:
         hidden.unlink(missing_ok=True)
-        if step is not None:
-            print(_ERASE_LINE, end="", file=sys.stderr)
     print(f"{out}: {num_bytes / 1e6:.2f} MB")
     return 0
 
 
-def _progress_line() -> Callable[[int, int], None]:
-    """Return a function that rewrites the progress line on stderr, at most every 0.2 s."""
+def _with_progress_line(rollouts: Iterator[ScoredRollout]) -> Iterator[ScoredRollout]:
+    """Pass on the rollouts, and rewrite a progress line on stderr, at most every 0.2 s."""
     start = next_at = time.monotonic()
-
-    def step(num_rollouts: int, num_tokens: int) -> None:
-        nonlocal next_at
-        now = time.monotonic()
-        if now >= next_at:
-            next_at = now + _EVERY_S
-            line = f"reading: {num_rollouts:,} rollouts, {num_tokens:,} tokens, {now - start:.0f} s"
-            print(f"{_ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
-
-    return step
+    num_tokens = 0
+    try:
+        for num_rollouts, scored in enumerate(rollouts, 1):
+            num_tokens += len(scored.rollout.output_ids)
+            if (now := time.monotonic()) >= next_at:
+                next_at = now + _EVERY_S
+                line = f"reading: {num_rollouts:,} rollouts, {num_tokens:,} tokens, {now - start:.0f} s"
+                print(f"{_ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
+            yield scored
+    finally:
+        print(_ERASE_LINE, end="", file=sys.stderr)

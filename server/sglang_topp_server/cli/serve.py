@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
+from typing import Any
 
 from sglang_topp_server.cli.common import (
-    ENGINE_KEY,
     SIDECAR_KEY,
     USAGE,
     Commands,
@@ -22,9 +22,8 @@ from sglang_topp_server.cli.common import (
     read_key,
     seconds,
 )
+from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGINE_KEY
 from sglang_topp_server.settings import Limits, Settings
-
-__all__ = ["add_parsers"]
 
 _PLUGIN = "sglang_topp"
 _CPU_PLATFORM = "sglang_topp_cpu"
@@ -61,12 +60,6 @@ def add_parsers(commands: Commands) -> None:
     serve.add_argument("--model-path", required=True, help="the model: a path or a name that SGLang accepts")
     serve.add_argument("--engine-host", default="127.0.0.1", help="SGLang's listen address (%(default)s)")
     serve.add_argument("--engine-port", type=port, default=30000, help="SGLang's port (%(default)s; 0: free)")
-    serve.add_argument(
-        "--ready-timeout-s",
-        type=seconds,
-        default=Settings.ready_timeout_s,
-        help="seconds until SGLang must be ready (%(default)g)",
-    )
     sidecar = add_command(
         commands,
         "sidecar",
@@ -79,36 +72,24 @@ def add_parsers(commands: Commands) -> None:
             "sglang-topp sidecar --engine-url http://gateway:30000 --host 0.0.0.0 --max-in-flight 16384",
         ],
     )
-    sidecar.set_defaults(ready_timeout_s=Settings.ready_timeout_s)
     sidecar.add_argument("--engine-url", required=True, help="the engine's address, http://host:port")
     for parser in (serve, sidecar):
-        _add_sidecar_options(parser)
+        for option in (*fields(Settings), *fields(Limits)):
+            is_of_serve = option.name == "ready_timeout_s"
+            if "help" in option.metadata and not (is_of_serve and parser is sidecar):
+                parser.add_argument(
+                    f"--{option.name.replace('_', '-')}",
+                    type=_kind(option.name, option.default),
+                    default=option.default,
+                    help=f"{option.metadata['help']} (%(default)s)",
+                )
 
 
-def _add_sidecar_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the sidecar's address, its limits, and its page of recent rollouts."""
-    parser.add_argument("--host", default="127.0.0.1", help="the sidecar's listen address (%(default)s)")
-    parser.add_argument("--port", type=port, default=30010, help="the sidecar's port (%(default)s; 0: free)")
-    for limit in fields(Limits):
-        parser.add_argument(
-            f"--{limit.name.replace('_', '-')}",
-            type=seconds if limit.name.endswith("_s") else count,
-            default=limit.default,
-            help=f"{limit.metadata['help']} (%(default)s)",
-        )
-    parser.add_argument(
-        "--grace-s",
-        type=seconds,
-        default=Settings.grace_s,
-        help="seconds that requests in flight have to end after a signal, and then the engine (%(default)s)",
-    )
-    parser.add_argument(
-        "--view",
-        type=count,
-        default=0,
-        metavar="N",
-        help="keep the last N rollouts in memory, and show them at GET /view (off)",
-    )
+def _kind(name: str, default: Any) -> Callable[[str], Any]:
+    """Return the type of an option's argument."""
+    if isinstance(default, str):
+        return str
+    return port if name == "port" else seconds if name.endswith("_s") else count
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -165,17 +146,13 @@ def _run(settings: Settings, command: Sequence[str] | None = None) -> int:
 
 
 def _settings(args: argparse.Namespace, engine_url: str) -> Settings:
-    return Settings(
-        host=args.host,
-        port=args.port,
-        engine_url=engine_url,
-        api_key=read_key(SIDECAR_KEY),
-        engine_api_key=read_key(ENGINE_KEY),
-        limits=Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)}),
-        ready_timeout_s=args.ready_timeout_s,
-        grace_s=args.grace_s,
-        view=args.view,
-    )
+    given = vars(args) | {
+        "engine_url": engine_url,
+        "api_key": read_key(SIDECAR_KEY),
+        "engine_api_key": read_key(ENGINE_KEY),
+        "limits": Limits(**{one.name: getattr(args, one.name) for one in fields(Limits)}),
+    }
+    return Settings(**{one.name: given[one.name] for one in fields(Settings) if one.name in given})
 
 
 def _has_http_workers(sglang_args: Sequence[str]) -> bool:

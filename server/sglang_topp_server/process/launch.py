@@ -17,11 +17,9 @@ import uvicorn
 from sglang_topp.errors import InvalidInputError, PatchError, ServerError, TransportError
 from sglang_topp.malloc_trim import return_large_blocks_at_once
 from sglang_topp_server.api.app import create_app
-from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.engine import EngineClient
 from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE
 from sglang_topp_server.settings import Settings
-
-__all__ = ["Server", "check_free", "engine_command", "engine_environment", "listen", "run", "url_of"]
 
 _POLL_S = 0.1
 _ENGINE_PORT_RANGE = range(10_000, 22_000)

@@ -18,8 +18,6 @@ import runpy
 import sys
 from importlib.metadata import entry_points
 
-__all__ = ["KEY_VARIABLE", "main"]
-
 KEY_VARIABLE = "SGLANG_TOPP_ENGINE_API_KEY"
 _MODULE = "sglang.launch_server"
 _CPU_PLATFORM = "sglang_topp_cpu"

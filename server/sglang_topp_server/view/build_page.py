@@ -1,4 +1,4 @@
-"""Build the page of `sglang-topp view` from rollouts, which are read twice.
+"""Build the page of `sglang-topp view` from the rollouts of one or several runs, which are read twice.
 
 The first pass computes the statistics, and ranks the rollouts by their worst tokens. The second pass encodes
 only the rollouts that the page shows token by token, so memory never holds the tokens of all rollouts.
@@ -15,13 +15,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
-from itertools import pairwise
-from typing import Any, TypeAlias
+from itertools import pairwise, repeat
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -29,116 +29,144 @@ from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import Rollout, ScoredRollout, load_scored_rollouts
-from sglang_topp_server.view.run_summary import RunSummary
-from sglang_topp_server.view.token_metrics import token_metrics
+from sglang_topp_client.storage.parquet_columns import pyarrow, schema
+from sglang_topp_client.storage.parquet_files import files_of
+from sglang_topp_server.view.run_summary import EDGES, MAX_LISTED, RunSummary, token_metrics
 from sglang_topp_server.view.token_text import TokenTexts
 
-__all__ = [
-    "MAX_DETAILED",
-    "MAX_LISTED",
-    "content_security_policy",
-    "detail_of",
-    "page_of_file",
-    "page_of_rollouts",
-]
-
-MAX_DETAILED = 64
-MAX_LISTED = 48
+DEFAULT_MEGABYTES = 20
 _MAX_PROMPT_TOKENS = 1024
-_MAX_DETAIL_BYTES = 28 * 2**20
-"""The maximum total size in bytes of the encoded rollouts that one page contains.
+_BYTES_PER_CANDIDATE = 6
+_PROMPT_CHARS = 160
 
-In the page, base64 enlarges 28 MiB of encoded rollouts to 37 MiB. The page thus stays below 50 MB.
-"""
-
-_Read: TypeAlias = Callable[["Collection[int] | None"], Iterable[tuple[int, ScoredRollout]]]
+_Numbers: TypeAlias = Mapping[str, float | None]
 
 
-def page_of_file(
-    path: str | os.PathLike[str],
+class _Run(NamedTuple):
+    """A run on the page: its name, a function that reads its rollouts, and other columns of its rows."""
+
+    name: str
+    read: Callable[[Collection[int] | None], Iterable[tuple[int, ScoredRollout]]]
+    numbers: Iterable[_Numbers]
+
+
+def page_of_files(
+    paths: Sequence[str | os.PathLike[str]],
     *,
-    max_detailed: int = MAX_DETAILED,
+    megabytes: float = DEFAULT_MEGABYTES,
     tokenizer: TokenTexts | None = None,
-    step: Callable[[int, int], None] | None = None,
+    progress: Callable[[Iterator[ScoredRollout]], Iterator[ScoredRollout]] = iter,
 ) -> Iterator[bytes]:
-    """Yield the HTML of the page for the rollouts in a file or a directory, in chunks.
+    """Yield the HTML of the page for the rollouts in files or directories, in chunks.
 
-    While this function runs, memory holds at most one row group of the file, and the content of the page.
+    While this function runs, memory holds at most one row group of a file, and the content of the page.
 
     Args:
-        path: a file written by `save_rollouts` or `add_trainer_columns`, or a directory written by
-            `RolloutWriter`.
-        max_detailed: the number of rollouts that the page shows token by token.
+        paths: the runs. Each one is a file written by `save_rollouts` or `add_trainer_columns`, or a
+            directory written by `RolloutWriter`.
+        megabytes: the total size up to which the page holds rollouts token by token.
         tokenizer: maps token ids to texts. Without a tokenizer, the page shows token ids.
-        step: called with the number of rollouts and output tokens that the first pass has read so far.
+        progress: passes on the rollouts of the first pass over a run, and may show how many there are.
 
     Raises:
         InvalidInputError: there are no rollouts.
         WireError: a file was altered or truncated; the error names the file.
         OSError: the path cannot be read.
     """
-
-    def read(wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
-        return load_scored_rollouts(path, wanted)
-
-    title = os.path.basename(os.path.normpath(path))
-    return _page(read, title, max_detailed, tokenizer, step)
+    names = [os.path.basename(os.path.normpath(path)) for path in paths]
+    if len(set(names)) < len(names):
+        names = list(map(str, paths))
+    runs = [
+        _Run(name, partial(load_scored_rollouts, path), _other_numbers(path))
+        for name, path in zip(names, paths, strict=True)
+    ]
+    return _page(runs, megabytes, tokenizer, progress)
 
 
 def page_of_rollouts(rollouts: Collection[Rollout], title: str) -> Iterator[bytes]:
-    """Yield the HTML of the page for rollouts in memory; see `page_of_file`."""
+    """Yield the HTML of the page for rollouts in memory; see `page_of_files`."""
 
     def read(wanted: Collection[int] | None) -> Iterator[tuple[int, ScoredRollout]]:
         for row, rollout in enumerate(rollouts):
             if wanted is None or row in wanted:
                 yield row, ScoredRollout(rollout)
 
-    return _page(read, title, MAX_DETAILED)
+    return _page([_Run(title, read, repeat({}))])
+
+
+def _other_numbers(path: str | os.PathLike[str]) -> Iterator[_Numbers]:
+    """Yield the numbers of each row in columns that neither the client nor `add_trainer_columns` writes."""
+    pa = pyarrow()
+    for file in files_of(path):
+        parquet = pa.parquet.ParquetFile(file)
+        names = [
+            column.name
+            for column in parquet.schema_arrow
+            if column.name not in {*schema().names, "reward"}
+            and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
+        ]
+        for group in range(parquet.num_row_groups) if names else ():
+            yield from parquet.read_row_group(group, names).to_pylist()
+        if not names:
+            yield from repeat({}, parquet.metadata.num_rows)
 
 
 def _page(
-    read: _Read,
-    title: str,
-    max_detailed: int,
+    runs: Sequence[_Run],
+    megabytes: float = DEFAULT_MEGABYTES,
     tokenizer: TokenTexts | None = None,
-    step: Callable[[int, int], None] | None = None,
+    progress: Callable[[Iterator[ScoredRollout]], Iterator[ScoredRollout]] = iter,
 ) -> Iterator[bytes]:
-    summary = RunSummary()
-    for _, scored in read(None):
-        summary.add(scored)
-        if step is not None:
-            step(summary.num_rollouts, summary.num_tokens)
-    if not summary.num_rollouts:
-        raise InvalidInputError(f"{title}: got no rollouts, expected one or more")
-    order = summary.worst_rows(max_detailed)
+    shown: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    prompts: list[NDArray[np.int32]] = []
     details: dict[int, bytes] = {}
     texts: dict[str, Any] = {}
     num_other_texts = 0
-    for row, scored in read(order):
-        detail = detail_of(scored)
-        details[row] = gzip.compress(msgspec.json.encode(detail), compresslevel=6, mtime=0)
-        if tokenizer is not None:
-            num_other_texts += not tokenizer.agrees_with(scored.rollout)
-            ids = {*detail["prompt_ids"], *detail["ids"]}
-            ids.update(token_id for listed in detail["candidates"] for token_id, _ in listed)
-            texts |= tokenizer.texts_of(ids)
-    chosen: dict[int, bytes] = {}
-    num_bytes = 0
-    for row in order:
-        if num_bytes + len(details[row]) <= _MAX_DETAIL_BYTES:
-            chosen[row] = details[row]
-            num_bytes += len(details[row])
+    for run in runs:
+        summary = RunSummary()
+        scores = progress(scored for _, scored in run.read(None))
+        for scored, numbers in zip(scores, run.numbers, strict=False):
+            summary.add(scored, numbers)
+        if not summary.num_rollouts:
+            raise InvalidInputError(f"{run.name}: got no rollouts, expected one or more")
+        shown.append({"name": run.name, "p": summary.threshold, **summary.to_json()})
+        left = int(megabytes * 1e6 / len(runs))
+        order = summary.worst_rows(left // _BYTES_PER_CANDIDATE)
+        packed: dict[int, bytes] = {}
+        for row, scored in run.read(order):
+            detail = detail_of(scored)
+            packed[row] = base64.b64encode(gzip.compress(msgspec.json.encode(detail), 6, mtime=0))
+            if tokenizer is not None:
+                num_other_texts += not tokenizer.agrees_with(scored.rollout)
+                ids = {*detail["prompt_ids"], *detail["ids"]}
+                ids.update(token_id for listed in detail["candidates"] for token_id, _ in listed)
+                texts |= tokenizer.texts_of(ids)
+        for row in order:
+            left -= len(packed[row])
+            if left >= 0:
+                details[len(rows) + row] = packed[row]
+        rows += [{**row, "run": run.name, "prompt": row["prompt"] + len(prompts)} for row in summary.rows]
+        prompts += summary.prompts
+    names = dict.fromkeys(name for row in rows for name in row)
     overview = {
-        "title": title,
         "version": version("sglang-topp"),
-        **summary.to_json(),
+        "runs": shown,
+        "edges": {name: edges.tolist() for name, edges in EDGES.items()},
+        "table": {name: [row.get(name) for row in rows] for name in names},
+        "prompts": [_preview(ids, tokenizer) for ids in prompts],
+        "megabytes": megabytes,
         "max_listed": MAX_LISTED,
-        "detailed": list(chosen),
-        "wanted": len(order),
         "texts": None if tokenizer is None else texts,
         "num_other_texts": num_other_texts,
     }
-    return _fill_template(title, overview, chosen)
+    return _fill_template(" and ".join(run.name for run in runs), overview, details)
+
+
+def _preview(ids: NDArray[np.int32], tokenizer: TokenTexts | None) -> str:
+    """Return the end of a prompt, or of its token ids."""
+    text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids.tolist())
+    return text if len(text) <= _PROMPT_CHARS else f"…{text[-_PROMPT_CHARS:]}"
 
 
 def detail_of(scored: ScoredRollout) -> dict[str, Any]:
@@ -216,6 +244,6 @@ def _fill_template(title: str, overview: dict[str, Any], details: dict[int, byte
     yield f'<script type="application/json" id="overview">{text}</script>\n'.encode()
     for row, packed in details.items():
         yield f'<script type="text/plain" id="detail-{row}">'.encode()
-        yield base64.b64encode(packed)
+        yield packed
         yield b"</script>\n"
     yield f'<script type="module">{_script()}</script>\n{tail}'.encode()

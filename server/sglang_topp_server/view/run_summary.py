@@ -1,10 +1,14 @@
-"""RunSummary: the statistics of a run, for `sglang-topp rollouts` and for the page of `sglang-topp view`."""
+"""The numbers of a run: those of single tokens, and RunSummary, the statistics of all rollouts.
+
+T is the number of a rollout's output tokens.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -12,28 +16,110 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_topp_client import Rollout, ScoredRollout
-from sglang_topp_server.view.token_metrics import LEVELS, TokenMetrics, level_names, token_metrics
 
-__all__ = ["MAX_ROWS", "Distribution", "RunSummary"]
+Float64Array = NDArray[np.float64]
 
 MAX_ROWS = 20_000
-"""The maximum number of rows in the page's table. The page says how many rollouts are not in the table."""
+"""The maximum number of a run's rows in the page's table. The page says how many rollouts are left out."""
 
-_OFF = 0.1
+MAX_LISTED = 48
+"""The page lists this many candidates of a position, and the sampled token."""
+
+EDGES: dict[str, Float64Array] = {
+    "entropy": np.arange(1201) / 100,
+    "mass": np.arange(1001) / 1000,
+    "sizes": np.unique(np.geomspace(1, 1 << 20, 241).round()),
+    "ratio": np.arange(1001) / 500,
+    "replayed": np.arange(1001) / 500,
+}
+"""For each metric, the edges of its histogram's bins, which are the same in all runs. Bin k holds the values
+above `edges[k - 1]`, up to and including `edges[k]`; the last bin holds the values above all edges."""
+
 _PREVIEW_CHARS = 120
+_PROMPT_TOKENS = 64
 _MAX_VERSIONS = 8
+_BADNESS: dict[str, Callable[[Float64Array], Float64Array]] = {
+    "largest": lambda sizes: sizes,
+    "least": lambda mass: -mass,
+    "worst_ratio": lambda ratio: np.abs(np.log(np.maximum(ratio, 1e-300))),
+}
+"""How bad the worst token of a rollout is, by the column that has its value. NaN stays NaN."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMetrics:
+    """The metrics of one rollout's T output tokens. A float is NaN where it is unknown.
+
+    Attributes:
+        sizes: int64 [T], the number of candidates in each token's set, or 0 for a token without a set.
+        is_appended: bool [T], whether a tool or an environment appended the token.
+        is_missing: bool [T], whether the token was generated but has no set. A trainer must not train on
+            tokens with missing sets.
+        mass: float64 [T], the kept mass: the total probability of each token's set.
+        entropy: float64 [T], the entropy of the distribution within each token's set, in nats.
+        ratio: float64 [T], the importance ratio without replay: the trainer's probability over the whole
+            vocabulary, divided by the rollout's probability within the set.
+        replayed: float64 [T], the importance ratio with replay: both probabilities are within the set.
+    """
+
+    sizes: NDArray[np.int64]
+    is_appended: NDArray[np.bool_]
+    is_missing: NDArray[np.bool_]
+    mass: Float64Array
+    entropy: Float64Array
+    ratio: Float64Array
+    replayed: Float64Array
+
+    @property
+    def ratio_or_mass(self) -> Float64Array:
+        """float64 [T]: `ratio`, and where it is unknown, the ratio of a trainer with the sampler's weights.
+
+        That ratio equals the kept mass.
+        """
+        return np.where(np.isnan(self.ratio), self.mass, self.ratio)
+
+
+def token_metrics(scored: ScoredRollout) -> TokenMetrics:
+    """Compute the metrics of a rollout's tokens. Without a trainer's log-probs, both ratios are NaN."""
+    rollout, scores = scored
+    num_tokens = len(rollout.output_ids)
+    is_appended = np.zeros(num_tokens, np.bool_)
+    for start, end in rollout.appended_spans:
+        is_appended[start:end] = True
+    unknown = np.full(num_tokens, np.nan)
+    sets = rollout.candidates
+    sizes = np.zeros(num_tokens, np.int64) if sets is None else sets.sizes
+    mass = entropy = masked = unknown
+    if sets is not None and sets.has_logprobs:
+        mass = np.where(sizes > 0, np.exp(sets.logprob_sum.astype(np.float64)), np.nan)
+        entropy = np.where(sizes > 0, sets.entropy, np.nan)
+        masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
+
+    def ratio(logprobs: NDArray[np.float32] | None) -> Float64Array:
+        # With a cap of 700, the ratio is finite in float64.
+        return unknown if logprobs is None else np.exp(np.minimum(logprobs - masked, 700.0))
+
+    return TokenMetrics(
+        sizes=sizes,
+        is_appended=is_appended,
+        is_missing=(sizes == 0) & ~is_appended,
+        mass=mass,
+        entropy=entropy,
+        ratio=ratio(scores.logprobs),
+        replayed=ratio(scores.masked_logprobs),
+    )
 
 
 class Distribution:
-    """The distribution of a metric over many tokens: counts per level, and mean, least, and largest value.
+    """The distribution of a metric over many tokens: counts per bin, and mean, least, and largest value.
 
     Args:
-        bounds: the bounds between the levels; see `LEVELS`.
+        edges: the edges of the bins; see `EDGES`.
     """
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = np.zeros(len(bounds) + 1, np.int64)
+    def __init__(self, edges: Float64Array) -> None:
+        self._edges = edges
+        self.counts = np.zeros(len(edges) + 1, np.int64)
         self._sum, self.least, self.largest = 0.0, np.inf, -np.inf
 
     def __len__(self) -> int:
@@ -48,8 +134,8 @@ class Distribution:
         """Add the values, except those that are NaN."""
         values = values[~np.isnan(values)]
         if len(values):
-            levels = np.searchsorted(self._bounds, values, side="left")
-            self.counts += np.bincount(levels, minlength=len(self.counts))
+            bins = np.searchsorted(self._edges, values, side="left")
+            self.counts += np.bincount(bins, minlength=len(self.counts))
             self._sum += float(values.sum())
             self.least = min(self.least, float(values.min()))
             self.largest = max(self.largest, float(values.max()))
@@ -77,29 +163,36 @@ class RunSummary:
         reasons: the number of rollouts by finish reason.
         versions: the number of tokens by weight version.
         sources: the number of rollouts by the source of their sets.
-        metrics: the distribution of each metric in `LEVELS`.
+        metrics: the distribution of each metric in `EDGES`.
+        rows: a row of the page's table for each of the first `MAX_ROWS` rollouts.
+        prompts: the last token ids of each prompt of the rows; the column `prompt` is an index in this list.
+        threshold: the smallest threshold of a set, or None if no threshold is known.
+        num_listed: for each row, how many candidates the page would list.
     """
 
     def __init__(self) -> None:
         self.num_rollouts = self.num_prompt_tokens = self.num_tokens = 0
-        self.num_appended = self.num_missing = self._num_off = 0
+        self.num_appended = self.num_missing = 0
         self.reasons: Counter[str] = Counter()
         self.versions: Counter[str] = Counter()
         self.sources: Counter[str] = Counter()
-        self.metrics = {name: Distribution(bounds) for name, bounds in LEVELS.items()}
+        self.metrics = {name: Distribution(edges) for name, edges in EDGES.items()}
+        self.rows: list[dict[str, Any]] = []
+        self.prompts: list[NDArray[np.int32]] = []
+        self.threshold: float | None = None
+        self.num_listed: list[int] = []
+        self._start = Distribution(EDGES["ratio"])
+        self._num_off = Counter({0.01: 0, 0.1: 0})
         self._size_counts = np.zeros(1, np.int64)
-        self._prompts: dict[tuple[int, bytes], int] = {}
-        self._rows: list[dict[str, Any]] = []
-        # How bad each rollout's worst token is, by metric. The worst rollouts are shown token by token.
-        self._badness = {name: array("d") for name in ("largest", "least", "worst_ratio")}
+        self._prompt_numbers: dict[tuple[int, bytes], int] = {}
 
     @property
     def num_sets(self) -> int:
         """The number of candidate sets."""
         return int(self._size_counts.sum())
 
-    def add(self, scored: ScoredRollout) -> None:
-        """Add the next rollout."""
+    def add(self, scored: ScoredRollout, numbers: Mapping[str, float | None] | None = None) -> None:
+        """Add the next rollout, and the numbers that a trainer recorded for it in columns of its own."""
         rollout, metrics = scored.rollout, token_metrics(scored)
         num_tokens = len(rollout.output_ids)
         self.num_rollouts += 1
@@ -115,70 +208,75 @@ class RunSummary:
                 self.versions[version] += count
         source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
         self.sources[source or "no sets"] += 1
-        self._num_off += int(np.count_nonzero(_is_off(metrics)))
+        thresholds = rollout.top_logprobs_p, (rollout.sampling_params or {}).get("top_p"), self.threshold
+        self.threshold = min((p for p in thresholds if p), default=None)
+        off = np.abs(metrics.ratio_or_mass - 1)
+        for least in self._num_off:
+            self._num_off[least] += int(np.count_nonzero(off > least))
+        self._start.add(metrics.ratio_or_mass)
         sizes = metrics.sizes[metrics.sizes > 0]
         counts = np.bincount(sizes, minlength=len(self._size_counts))
         counts[: len(self._size_counts)] += self._size_counts
         self._size_counts = counts
-        self.metrics["sizes"].add(sizes)
-        for name in ("mass", "entropy", "ratio", "replayed"):
-            self.metrics[name].add(getattr(metrics, name))
-        self._add_row(scored, metrics)
+        for name, distribution in self.metrics.items():
+            distribution.add(sizes if name == "sizes" else getattr(metrics, name))
+        if len(self.rows) < MAX_ROWS:
+            self.num_listed.append(int(np.minimum(sizes, MAX_LISTED + 1).sum()))
+            others = {name: _rounded(number) for name, number in (numbers or {}).items()}
+            self.rows.append({**others, **self._row(scored, metrics)})
 
-    def _add_row(self, scored: ScoredRollout, metrics: TokenMetrics) -> None:
+    def _row(self, scored: ScoredRollout, metrics: TokenMetrics) -> dict[str, Any]:
         rollout = scored.rollout
-        worst = {
-            "largest": (np.where(metrics.sizes > 0, metrics.sizes, np.nan), metrics.sizes),
-            "least": (-metrics.mass, metrics.mass),
-            "worst_ratio": (np.abs(np.log(np.maximum(metrics.ratio, 1e-300))), metrics.ratio),
-        }
-        row: dict[str, Any] = {}
-        for name, (badness, values) in worst.items():
-            at = None if np.isnan(badness).all() else int(np.nanargmax(badness))
-            self._badness[name].append(-np.inf if at is None else badness[at])
-            row[name] = None if at is None else _rounded(values[at])
-            row[f"{name}_at"] = at
-        if len(self._rows) == MAX_ROWS:
-            return
         # A directory may hold several training steps, and each numbers its prompts from 0.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
-        is_known = ~np.isnan(metrics.mass)
-        row |= {
-            "prompt": self._prompts.setdefault(key, len(self._prompts)),
+        if key not in self._prompt_numbers:
+            self._prompt_numbers[key] = len(self.prompts)
+            self.prompts.append(rollout.prompt_ids[-_PROMPT_TOKENS:].copy())
+        off = np.abs(metrics.ratio_or_mass - 1)
+        values = {"largest": metrics.sizes, "least": metrics.mass, "worst_ratio": metrics.ratio}
+        worst: dict[str, Any] = {}
+        for name, each in values.items():
+            badness = _BADNESS[name](np.where(metrics.sizes > 0, each, np.nan))
+            at = None if np.isnan(badness).all() else int(np.nanargmax(badness))
+            worst |= {name: None if at is None else _rounded(each[at]), f"{name}_at": at}
+        return worst | {
+            "prompt": self._prompt_numbers[key],
             "sample": rollout.sample_index,
             "tokens": len(rollout.output_ids),
             "finish": rollout.finish_reason,
             "versions": _versions(rollout),
-            "mass": _rounded(metrics.mass[is_known].mean()) if is_known.any() else None,
-            "off": _rounded(_is_off(metrics)[is_known].mean()) if is_known.any() else None,
+            "entropy": _mean(metrics.entropy),
+            "mass": _mean(metrics.mass),
+            "off": _mean(np.where(np.isnan(off), np.nan, off > 0.1)),
             "missing": int(np.count_nonzero(metrics.is_missing)),
             "reward": _rounded(scored.scores.reward),
             "text": rollout.text[:_PREVIEW_CHARS],
         }
-        self._rows.append(row)
 
     def size_quantile(self, q: float) -> int:
         """Return the `q`-quantile of the set sizes, without interpolation."""
         seen = np.cumsum(self._size_counts)
         return int(np.searchsorted(seen, q * seen[-1]))
 
-    def worst_rows(self, count: int) -> list[int]:
-        """Return the row numbers of up to `count` rollouts, those with the worst tokens first.
+    def worst_rows(self, max_listed: int) -> list[int]:
+        """Return row numbers, those with the worst tokens first, which list at most `max_listed` candidates.
 
         In turn, the result has the rollouts with the largest set, the least kept mass, and the ratio furthest
-        from 1. If places remain, the first rollouts fill them.
+        from 1, and then the others.
         """
         ranks = []
-        for badness in self._badness.values():
-            values = np.array(badness)
-            order = np.argsort(-values, kind="stable")[:count]
-            ranks.append([row for row in order.tolist() if values[row] > -np.inf])
+        for name, badness_of in _BADNESS.items():
+            badness = badness_of(np.array([row[name] for row in self.rows], np.float64))
+            order = np.argsort(-badness, kind="stable")  # NaN comes last
+            ranks.append(order[: np.count_nonzero(~np.isnan(badness))].tolist())
         in_turn = [row for rows in zip_longest(*ranks) for row in rows if row is not None]
-        return list(dict.fromkeys([*in_turn, *range(min(count, self.num_rollouts))]))[:count]
+        rows = list(dict.fromkeys([*in_turn, *range(len(self.rows))]))
+        num_listed = np.cumsum([self.num_listed[row] for row in rows])
+        return rows[: max(1, int(np.searchsorted(num_listed, max_listed, side="right")))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all rollouts as JSON values."""
-        num_known = len(self.metrics["mass"])
+        num_known = len(self._start)
         return {
             "verdict": {
                 "rollouts": self.num_rollouts,
@@ -186,28 +284,21 @@ class RunSummary:
                 "appended": self.num_appended,
                 "missing": self.num_missing,
                 "sets": self.num_sets,
-                "without_logprobs": self.num_sets - num_known,
+                "without_logprobs": self.num_sets - len(self.metrics["mass"]),
                 "mean_mass": self.metrics["mass"].mean,
-                "off": self._num_off / num_known if num_known else None,
+                "start": self._start.mean,
+                "off_1": self._num_off[0.01] / num_known if num_known else None,
+                "off_10": self._num_off[0.1] / num_known if num_known else None,
                 "ratios_known": len(self.metrics["ratio"]),
+                "replayed": self.metrics["replayed"].mean,
                 "median_size": self.size_quantile(0.5),
                 "p99_size": self.size_quantile(0.99),
                 "reasons": self.reasons.most_common(),
                 "versions": self.versions.most_common(),
                 "sources": self.sources.most_common(),
             },
-            "metrics": {
-                name: {"bounds": bounds, "levels": level_names(name), "of_all": self.metrics[name].to_json()}
-                for name, bounds in LEVELS.items()
-            },
-            "table": {name: [row[name] for row in self._rows] for name in (self._rows or [{}])[0]},
+            "metrics": {name: distribution.to_json() for name, distribution in self.metrics.items()},
         }
-
-
-def _is_off(metrics: TokenMetrics) -> NDArray[np.bool_]:
-    """Return bool [T]: whether a token's ratio differs from 1 by more than 10 %. False if it is unknown."""
-    is_off: NDArray[np.bool_] = np.abs(metrics.ratio_or_mass - 1) > _OFF
-    return is_off
 
 
 def _versions(rollout: Rollout) -> str:
@@ -218,5 +309,10 @@ def _versions(rollout: Rollout) -> str:
     return ", ".join(versions[:_MAX_VERSIONS] + ["…"] * (len(versions) > _MAX_VERSIONS))
 
 
+def _mean(values: Float64Array) -> float | None:
+    known = values[~np.isnan(values)]
+    return _rounded(known.mean()) if len(known) else None
+
+
 def _rounded(value: Any) -> float | None:
-    return None if value is None or not np.isfinite(value) else round(float(value), 6)
+    return None if value is None or not np.isfinite(value) else float(f"{value:.7g}")

@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import Rollout
 
-__all__ = ["TokenTexts"]
-
 TokenText: TypeAlias = "str | list[int]"
 """The text of one token, or the list of the token's bytes if these bytes alone are not valid UTF-8."""
 
@@ -85,6 +83,11 @@ class TokenTexts:
         """Return a mapping from token ids to texts, without the ids that the tokenizer lacks."""
         texts = ((token_id, self.text_of(token_id)) for token_id in token_ids)
         return {str(token_id): text for token_id, text in texts if text is not None}
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def agrees_with(self, rollout: Rollout) -> bool:
         """Return whether this tokenizer decodes the rollout's output to the text that the engine returned.

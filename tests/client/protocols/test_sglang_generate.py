@@ -83,9 +83,9 @@ def test_a_whole_answer_becomes_a_rollout(fakes):
     made = fakes.sample([5, 6], 0)
     one = exchange()
     assert one.read(event(fakes.chunk(made, first_token_only=True))) == []
-    assert one.unfinished_ids() == [made.request_id]
+    assert one.open_ids() == [made.request_id]
     ((_, rollout),) = one.read(event(fakes.chunk(made)))
-    assert one.unfinished_ids() == []
+    assert one.open_ids() == []
     assert rollout.candidates == made.candidates
     assert np.array_equal(rollout.logprobs, made.logprobs)
     assert (rollout.text, rollout.weight_version, rollout.latency_s) == ("<0>", "step-7", 0.25)
@@ -149,8 +149,8 @@ def test_a_lost_chunk_is_an_error(fakes):
 
 def test_a_single_sample_runs_under_the_id_that_was_sent():
     one = exchange()
-    assert one.unfinished_ids() == [one.body()["rid"]]
-    assert exchange(n=3).unfinished_ids() == []
+    assert one.open_ids() == [one.body()["rid"]]
+    assert exchange(n=3).open_ids() == []
 
 
 def finished(fakes, **changes):

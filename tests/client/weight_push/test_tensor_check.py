@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
+from sglang_topp_client.checks import convert
 from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors, TensorCheck
 
 SHAPES = {"model.embed.weight": [8, 4], "model.norm.weight": [4], "lm_head.weight": [8, 4]}
@@ -71,5 +72,5 @@ def test_a_name_that_comes_twice_is_an_error():
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"tensors": []}, {"tensors": {}, "optional": None}])
 def test_an_answer_without_tensors_is_an_error(answer):
-    with pytest.raises(WireError, match="expected the tensors of a checkpoint"):
-        CheckpointTensors.from_json(answer)
+    with pytest.raises(WireError):
+        convert(answer, CheckpointTensors, field="checkpoint")

@@ -115,6 +115,28 @@ def test_a_prompt_that_sglang_will_not_score(streaming: bool, start: int, refuse
     assert bool(problem_of(req)) is refused
 
 
+def test_a_cache_that_may_hold_kv_of_other_weights() -> None:
+    """A storage for KV can be attached to a scheduler that has served prompt sets before."""
+    process, scheduler = SchedulerProcess(), SimpleNamespace(**vars(SCHEDULER))
+
+    def problem(start: int) -> str:
+        req = arrive(SETS)
+        req.logprob_start_len = start
+        check_request(process, scheduler, req)
+        return req.to_finish or ""
+
+    assert not problem(start=0)
+    scheduler.enable_hicache_storage = True
+    assert "logprob_start_len: got 0, and enable_hicache_storage: KV" in problem(start=0)
+    assert not problem(start=3)
+    (note,) = process.capabilities_of(scheduler).notes
+    assert note.startswith("requests for the sets of a prompt are refused: enable_hicache_storage")
+    scheduler.enable_hicache_storage, scheduler.tree_cache = False, object()
+    assert "the prefix cache object may hold KV of other weights" in problem(start=0)
+    scheduler.tree_cache = SimpleNamespace(inner=UnifiedRadixCache())
+    assert not problem(start=0)
+
+
 @pytest.mark.parametrize(
     ("final", "words"),
     [

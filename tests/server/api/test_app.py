@@ -8,7 +8,7 @@ import pytest
 from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_record
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.schemas.answers import RolloutRecord
+from sglang_topp_server.openapi import RolloutRecord
 
 
 def test_rollouts_come_in_the_order_of_the_request(sidecar, engine):

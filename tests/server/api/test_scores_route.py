@@ -11,8 +11,8 @@ from sglang_topp import formats
 from sglang_topp_client import Rollout, RolloutClient, Score
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
 from sglang_topp_server.api.encodings import NDJSON
-from sglang_topp_server.schemas.answers import ScoreRecord
-from sglang_topp_server.schemas.requests import ScoresBody
+from sglang_topp_server.openapi import ScoreRecord
+from sglang_topp_server.requests import ScoresBody
 
 HANG, NO_SETS, WRONG_SETS, GIVE_UP, LARGE = 500, 501, 502, 503, 504
 
@@ -116,7 +116,7 @@ def test_the_client_gets_the_same_from_both(sidecar, engine):
         ({"sequences": [[5], [600]]}, "sequences[1]: got token id 600 at position 0, expected 0 to 511"),
         ({"sequences": [5, 600]}, "sequences: got token id 600 at position 1"),
         ({"sequences": [[5, 6]], "start": 3}, "start: got 3, expected at most 2"),
-        ({"sequences": [[5, 6]], "start": 0}, "start: got 0, expected 1 or more"),
+        ({"sequences": [[5, 6]], "start": 0}, "start: got 0, expected a position of 1 or more"),
         ({"sequences": [[5, 6]], "start": [1, 1]}, "start: got 2 values for 1 sequences"),
         ({"sequences": [[5, 6]], "start": "1"}, "start: got '1', expected a position"),
         ({"sequences": [[5, 6]], "start": 1.0}, "start: got 1.0, expected a position"),

@@ -37,10 +37,10 @@ def test_it_shows_the_last_rollouts(engine, start):
     assert page.headers["content-security-policy"] == content_security_policy()
     assert page.headers["cache-control"] == "no-store"
     data = data_of(page.text)
-    assert data["title"] == "the last 3 rollouts"
-    assert data["verdict"]["rollouts"] == 3
-    assert data["verdict"]["missing"] == 0
-    assert np.sum(data["table"]["tokens"]) == data["verdict"]["tokens"] == 9
+    assert data["runs"][0]["name"] == "the last 3 rollouts"
+    assert data["runs"][0]["verdict"]["rollouts"] == 3
+    assert data["runs"][0]["verdict"]["missing"] == 0
+    assert np.sum(data["table"]["tokens"]) == data["runs"][0]["verdict"]["tokens"] == 9
 
 
 def test_it_needs_the_key(engine, start):

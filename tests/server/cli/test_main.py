@@ -88,7 +88,7 @@ def test_the_defaults_are_those_of_limits(runs):
     assert main.main(["sidecar", "--engine-url", "http://e:1"]) == 0
 
     ((settings, command),) = runs
-    assert settings == Settings("127.0.0.1", 30010, "http://e:1")
+    assert settings == Settings("http://e:1")
     assert command is None
 
 

@@ -34,7 +34,7 @@ def test_a_page_is_named_after_the_file(path, capsys):
 def test_a_page_can_be_named_and_is_replaced(path, tmp_path):
     out = tmp_path / "other.html"
     for _ in range(2):
-        assert main.main(["view", str(path), "-o", str(out), "--rollouts", "1"]) == 0
+        assert main.main(["view", str(path), "-o", str(out), "--megabytes", "1"]) == 0
     assert sorted(one.name for one in tmp_path.iterdir()) == ["other.html", "step-0.parquet"]
 
 
@@ -64,4 +64,4 @@ def test_errors_leave_no_page(path, capsys, arguments, message):
 
 def test_a_page_of_no_rollouts_is_refused(path):
     with pytest.raises(SystemExit):
-        main.main(["view", str(path), "--rollouts", "0"])
+        main.main(["view", str(path), "--megabytes", "0"])

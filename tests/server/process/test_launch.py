@@ -365,7 +365,7 @@ def test_a_free_port_is_found_and_a_taken_one_refused():
 
 
 def test_keys_do_not_show_in_the_settings():
-    settings = Settings("h", 1, "http://e", api_key="hush", engine_api_key="hush")
+    settings = Settings("http://e", api_key="hush", engine_api_key="hush")
     assert "hush" not in repr(settings)
 
 

@@ -15,7 +15,7 @@ async def test_uvicorn_handles_no_signal(engine):
     """`capture_signals` is uvicorn's own method: a release that renames it would end the sidecar without the
     engine."""
     handlers = [signal.getsignal(number) for number in SIGNALS]
-    server = Server(Settings("127.0.0.1", 0, engine.url))
+    server = Server(Settings(engine.url))
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with httpx.AsyncClient() as http:

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import Rollout, add_trainer_columns, save_rollouts
-from sglang_topp_server.view.build_page import page_of_file
+from sglang_topp_server.view.build_page import page_of_files
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 4096
@@ -157,11 +157,11 @@ def scored_file(tmp_path_factory: pytest.TempPathFactory, rollouts: list[Rollout
 
 @pytest.fixture(scope="session")
 def write_page(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`write_page(path, **options)` returns the page's file."""
+    """`write_page(*paths, **options)` returns the page's file."""
 
-    def write(path: Path, **options: Any) -> Path:
+    def write(*paths: Path, **options: Any) -> Path:
         page = tmp_path_factory.mktemp("pages") / "page.html"
-        page.write_bytes(b"".join(page_of_file(path, **options)))
+        page.write_bytes(b"".join(page_of_files(paths, **options)))
         return page
 
     return write

@@ -9,7 +9,8 @@ from dataclasses import replace
 from html import unescape
 
 import msgspec
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
@@ -20,14 +21,13 @@ from sglang_topp_client import (
     load_scored_rollouts,
     save_rollouts,
 )
-from sglang_topp_server.view import build_page
 from sglang_topp_server.view.build_page import (
-    MAX_LISTED,
     content_security_policy,
     detail_of,
-    page_of_file,
+    page_of_files,
     page_of_rollouts,
 )
+from sglang_topp_server.view.run_summary import MAX_LISTED
 from sglang_topp_server.view.token_text import TokenTexts
 
 
@@ -39,6 +39,10 @@ def data_of(page):
 def details_of(page):
     found = re.findall(r'id="detail-(\d+)">([^<]*)</script>', page.decode())
     return {int(row): decode(base64.b64decode(text)) for row, text in found}
+
+
+def page_of(*paths, **options):
+    return b"".join(page_of_files(paths, **options))
 
 
 def decode(packed):
@@ -63,52 +67,77 @@ def test_the_detail_is_the_rollout(rollouts):
 
 def test_all_rollouts_are_in_a_small_page(scored_file):
     scored = dict(load_scored_rollouts(scored_file))
-    page = b"".join(page_of_file(scored_file))
-    data = data_of(page)
-    assert sorted(data["detailed"]) == list(range(24))
+    page = page_of(scored_file)
     assert set(details_of(page)) == set(range(24))
-    assert data["title"] == "scored.parquet"
+    assert data_of(page)["runs"][0]["name"] == "scored.parquet"
     for row, detail in details_of(page).items():
         assert detail == msgspec.json.decode(msgspec.json.encode(detail_of(scored[row])))
 
 
-def test_those_of_the_worst_tokens_come_first(scored_file):
-    data = data_of(b"".join(page_of_file(scored_file, max_detailed=3)))
-    table = data["table"]
+@pytest.mark.parametrize("num_bytes", [20_000, 40_000, 60_000])
+def test_the_page_holds_the_worst_rollouts_up_to_a_size(scored_file, num_bytes):
+    sizes = [len(text) for text in re.findall(r'id="detail-\d+">([^<]*)', page_of(scored_file).decode())]
+    page = page_of(scored_file, megabytes=num_bytes / 1e6)
+    shown = details_of(page)
+    assert (
+        num_bytes - max(sizes)
+        < sum(len(text) for text in re.findall(r'id="detail-\d+">([^<]*)', page.decode()))
+        <= num_bytes
+    )
+    table = data_of(page)["table"]
+    largest = max(
+        (row for row in range(24) if table["largest"][row] is not None), key=lambda row: table["largest"][row]
+    )
+    assert largest in shown
 
-    def worst(name, badness):
-        rows = [row for row in range(24) if table[name][row] is not None]
-        return max(rows, key=lambda row: badness(table[name][row]))
 
-    expected = [
-        worst("largest", lambda size: size),
-        worst("least", lambda mass: -mass),
-        worst("worst_ratio", lambda ratio: abs(np.log(ratio))),
-    ]
-    assert data["detailed"][: len(set(expected))] == list(dict.fromkeys(expected))
-    assert data["verdict"]["rollouts"] == 24
+def test_runs_share_a_page(tmp_path, scored_file, rollouts):
+    """The rows of the second run follow those of the first one, and have their own prompts and details."""
+    other = tmp_path / "other" / scored_file.name
+    other.parent.mkdir()
+    save_rollouts(other, rollouts[5:9])
+    page = page_of(scored_file, other)
+    data, alone = data_of(page), data_of(page_of(other))
+    assert [run["name"] for run in data["runs"]] == [str(scored_file), str(other)]
+    assert data["runs"][1] == {**alone["runs"][0], "name": str(other)}
+    assert data["table"]["run"] == [str(scored_file)] * 24 + [str(other)] * 4
+    assert data["table"]["text"][24:] == alone["table"]["text"]
+    prompts = [data["prompts"][prompt] for prompt in data["table"]["prompt"]]
+    assert prompts == [" ".join(map(str, one.prompt_ids)) for one in [*rollouts, *rollouts[5:9]]]
+    assert set(details_of(page)) == set(range(28))
+    assert details_of(page)[24]["text"] == rollouts[5].text
 
 
-def test_a_page_has_an_end_in_bytes(scored_file, monkeypatch):
-    monkeypatch.setattr(build_page, "_MAX_DETAIL_BYTES", 20_000)
-    page = b"".join(page_of_file(scored_file))
-    data = data_of(page)
-    assert 0 < len(data["detailed"]) < data["wanted"] == 24
-    assert set(details_of(page)) == set(data["detailed"])
+def test_columns_of_a_trainer_are_in_the_table(tmp_path, scored_file):
+    table = pq.read_table(scored_file)
+    columns = {
+        "kl": [None, float("nan"), *(1e-9 * i for i in range(22))],
+        "step": range(24),
+        "tokens": [0] * 24,
+    }
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values))
+    table = table.append_column("note", pa.array(["x"] * 24))
+    pq.write_table(table, tmp_path / "more.parquet", row_group_size=7)
+    shown, before = (data_of(page_of(path))["table"] for path in (tmp_path / "more.parquet", scored_file))
+    assert shown["kl"] == [None, None, *(pytest.approx(1e-9 * i) for i in range(22))]
+    assert shown["step"] == list(range(24))
+    assert {name: shown[name] for name in before} == before | {"run": ["more.parquet"] * 24}
+    assert "note" not in shown
 
 
 def test_a_directory_and_memory_give_the_same_numbers(tmp_path, rollouts):
     with RolloutWriter(tmp_path / "run", part_size=7) as writer:
         for rollout in rollouts:
             writer.write(rollout)
-    saved = data_of(b"".join(page_of_file(tmp_path / "run")))
+    saved = data_of(page_of(tmp_path / "run"))
     held = data_of(b"".join(page_of_rollouts(list(load_rollouts(tmp_path / "run")), "run")))
     assert saved == held
-    assert saved["verdict"]["rollouts"] == 24
+    assert saved["runs"][0]["verdict"]["rollouts"] == 24
 
 
 def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(scored_file):
-    page = b"".join(page_of_file(scored_file)).decode()
+    page = page_of(scored_file).decode()
     policy = unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1])
     assert policy == content_security_policy()
     assert policy.startswith("default-src 'none';")
@@ -140,11 +169,11 @@ def test_text_of_rollouts_ends_no_element(tmp_path, rollouts, make):
     )
     path = tmp_path / "<script>.parquet"
     save_rollouts(path, [hostile])
-    page = b"".join(page_of_file(path)).decode()
+    page = page_of(path).decode()
     assert len(re.findall(r"<script", page)) == len(re.findall(r"</script>", page)) == 3
     assert "<!--" not in page
     assert "<img" not in page
-    assert data_of(page)["verdict"]["reasons"] == [[bad, 1]]
+    assert data_of(page)["runs"][0]["verdict"]["reasons"] == [[bad, 1]]
 
 
 def test_texts_of_tokens(tokenizer_file):
@@ -195,14 +224,12 @@ def test_a_sentencepiece_like_tokenizer(tmp_path):
 
 def test_another_models_tokenizer_is_noticed(tmp_path, rollouts, tokenizer_file):
     save_rollouts(tmp_path / "one.parquet", rollouts[:2])
-    data = data_of(b"".join(page_of_file(tmp_path / "one.parquet", tokenizer=TokenTexts(tokenizer_file))))
+    data = data_of(page_of(tmp_path / "one.parquet", tokenizer=TokenTexts(tokenizer_file)))
     assert data["num_other_texts"] == 2
     words = "".join(f" word{i - 14}" for i in rollouts[0].output_ids.tolist())
     save_rollouts(tmp_path / "right.parquet", [replace(rollouts[0], text=words)])
     if (rollouts[0].output_ids >= 14).all():
-        data = data_of(
-            b"".join(page_of_file(tmp_path / "right.parquet", tokenizer=TokenTexts(tokenizer_file)))
-        )
+        data = data_of(page_of(tmp_path / "right.parquet", tokenizer=TokenTexts(tokenizer_file)))
         assert data["num_other_texts"] == 0
 
 
@@ -219,13 +246,19 @@ def test_no_tokenizer_is_an_error(tmp_path, name, content):
 def test_no_rollouts_are_an_error(tmp_path):
     save_rollouts(tmp_path / "none.parquet", [])
     with pytest.raises(InvalidInputError, match=r"none\.parquet: got no rollouts"):
-        page_of_file(tmp_path / "none.parquet")
+        page_of(tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("text")
     with pytest.raises(WireError, match=r"text\.parquet"):
-        page_of_file(tmp_path / "text.parquet")
+        page_of(tmp_path / "text.parquet")
 
 
 def test_progress_is_told(scored_file):
-    steps = []
-    list(page_of_file(scored_file, step=lambda *told: steps.append(told)))
-    assert [num_rollouts for num_rollouts, _ in steps] == list(range(1, 25))
+    seen = []
+
+    def progress(rollouts):
+        for rollout in rollouts:
+            seen.append(rollout)
+            yield rollout
+
+    page_of(scored_file, progress=progress)
+    assert len(seen) == 24

@@ -8,8 +8,7 @@ import pytest
 
 from sglang_topp import CandidateSets
 from sglang_topp_client import ScoredRollout, load_scored_rollouts
-from sglang_topp_server.view.run_summary import RunSummary
-from sglang_topp_server.view.token_metrics import LEVELS, level_names, token_metrics
+from sglang_topp_server.view.run_summary import EDGES, RunSummary, token_metrics
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def summary(scored):
 def tokens(scored):
     """Return each metric of all tokens as one array."""
     metrics = [token_metrics(one) for one in scored]
-    return {name: np.concatenate([getattr(each, name) for each in metrics]) for name in LEVELS}
+    return {name: np.concatenate([getattr(each, name) for each in metrics]) for name in EDGES}
 
 
 def test_entropy_is_that_of_the_distribution_within_the_set(rollouts):
@@ -52,7 +51,10 @@ def test_the_verdict_is_exact(summary, scored, tokens):
     assert verdict["sets"] == np.count_nonzero(tokens["sizes"])
     assert verdict["without_logprobs"] == len(scored[3].rollout.output_ids)
     assert verdict["mean_mass"] == pytest.approx(tokens["mass"][known].mean(), rel=1e-12)
-    assert verdict["off"] == np.mean(np.abs(tokens["ratio"][known] - 1) > 0.1)
+    assert verdict["start"] == pytest.approx(tokens["ratio"][known].mean(), rel=1e-12)
+    assert verdict["replayed"] == pytest.approx(tokens["replayed"][known].mean(), rel=1e-12)
+    assert verdict["off_1"] == np.mean(np.abs(tokens["ratio"][known] - 1) > 0.01)
+    assert verdict["off_10"] == np.mean(np.abs(tokens["ratio"][known] - 1) > 0.1)
     assert verdict["ratios_known"] == np.count_nonzero(known)
     sizes = tokens["sizes"][tokens["sizes"] > 0]
     assert verdict["p99_size"] == np.percentile(sizes, 99, method="inverted_cdf")
@@ -61,12 +63,12 @@ def test_the_verdict_is_exact(summary, scored, tokens):
     assert dict(verdict["versions"])["9"] == 30
 
 
-@pytest.mark.parametrize("name", LEVELS)
-def test_the_levels_count_every_token_once(summary, tokens, name):
+@pytest.mark.parametrize("name", EDGES)
+def test_the_bins_count_every_token_once(summary, tokens, name):
     values = tokens[name][tokens["sizes"] > 0]
     values = values[~np.isnan(values)]
-    found = summary.to_json()["metrics"][name]["of_all"]
-    edges = [-np.inf, *LEVELS[name], np.inf]
+    found = summary.to_json()["metrics"][name]
+    edges = [-np.inf, *EDGES[name], np.inf]
     expected = [
         int(np.count_nonzero((values > low) & (values <= high))) for low, high in itertools.pairwise(edges)
     ]
@@ -74,11 +76,6 @@ def test_the_levels_count_every_token_once(summary, tokens, name):
     assert sum(expected) == len(values)
     assert found["mean"] == pytest.approx(values.mean())
     assert (found["least"], found["largest"]) == (values.min(), values.max())
-
-
-def test_levels_are_named_by_their_ranges():
-    assert level_names("sizes") == ["1", "2", "3–4", "5–10", "11–50", "51–500", "> 500"]
-    assert level_names("ratio") == ["≤ 0.5", "0.5–0.9", "0.9–0.99", "0.99–1.01", "1.01–1.1", "1.1–2", "> 2"]
 
 
 def test_the_worst_rollouts_are_the_worst_of_all(summary, scored):
@@ -90,12 +87,13 @@ def test_the_worst_rollouts_are_the_worst_of_all(summary, scored):
     }
     ranks = [sorted(range(24), key=lambda row, worst=worst: (-worst[row], row)) for worst in values.values()]
     in_turn = list(dict.fromkeys(row for rows in zip(*ranks, strict=True) for row in rows))
-    assert summary.worst_rows(12) == in_turn[:12]
-    assert sorted(summary.worst_rows(30)) == list(range(24))
+    assert summary.worst_rows(1 << 40)[: len(in_turn)] == in_turn
+    assert sorted(summary.worst_rows(1 << 40)) == list(range(24))
+    assert summary.worst_rows(sum(summary.num_listed[row] for row in in_turn[:7])) == in_turn[:7]
 
 
 def test_the_table_has_a_row_per_rollout(summary, scored):
-    table = summary.to_json()["table"]
+    table = {name: [row[name] for row in summary.rows] for name in summary.rows[0]}
     assert table["tokens"] == [len(one.rollout.output_ids) for one in scored]
     assert table["prompt"] == [i // 4 for i in range(24)]
     assert table["reward"][:5] == [0, 0.25, 0.5, 0.75, None]
@@ -118,5 +116,5 @@ def test_missing_sets_are_counted(rollouts):
     summary.add(ScoredRollout(replace(rollout, candidates=None)))
     verdict = summary.to_json()["verdict"]
     assert verdict["missing"] == 2 + len(rollout.output_ids)
-    assert summary.to_json()["metrics"]["ratio"]["of_all"] is None
+    assert summary.to_json()["metrics"]["ratio"] is None
     assert verdict["ratios_known"] == 0

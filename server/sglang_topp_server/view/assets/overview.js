@@ -1,5 +1,5 @@
-// The first screen: the verdict, the distribution of each metric, and the table of rollouts. `rollout.js` follows
-// in the same script.
+// The first screen: the verdict, the distributions, and the table of rollouts. `rollout.js` follows in the same
+// script.
 
 const data = JSON.parse(document.getElementById("overview").textContent);
 const byId = (id) => document.getElementById(id);
@@ -10,9 +10,11 @@ function el(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    // The page's security policy blocks style attributes.
+    else if (name === "style") for (const [side, share] of Object.entries(value)) node.style[side] = `${100 * share}%`;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
 
@@ -20,7 +22,9 @@ function el(tag, attributes = {}, ...children) {
 const isMissing = (value) => value === null || value === undefined;
 const whole = (value) => (isMissing(value) ? "–" : Math.round(value).toLocaleString("en-US"));
 const fixed = (value, digits = 4) => (isMissing(value) ? "–" : value.toFixed(digits));
+const short = (value) => (isMissing(value) ? "–" : Number.isInteger(value) ? whole(value) : String(+value.toPrecision(4)));
 const count = (number, noun) => `${whole(number)} ${noun}${number === 1 ? "" : "s"}`;
+const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 
 /** Format a share from 0 to 1, such as 12.3 %. */
 function percent(share) {
@@ -32,103 +36,239 @@ function percent(share) {
 // -- metrics -------------------------------------------------------------------------------------------
 
 const LABELS = {
+  entropy: "entropy (nats)",
   mass: "kept mass",
   sizes: "set size",
-  entropy: "entropy (nats)",
   ratio: "ratio without replay",
   replayed: "ratio with replay",
 };
+const isRatio = (metric) => metric === "ratio" || metric === "replayed";
+
+// The bounds between seven levels, which have colors. The kept mass is at least the threshold p of the sets.
+const RATIO_BOUNDS = [0.5, 0.9, 0.99, 1.01, 1.1, 2];
+const leastMass = Math.min(0.999, ...data.runs.map((run) => run.p ?? run.metrics.mass?.least ?? 1));
+const BOUNDS = {
+  entropy: [0.01, 0.1, 0.5, 1, 2, 4],
+  mass: [0, 1, 2, 3, 4, 5].map((k) => leastMass + ((1 - leastMass) * k) / 6),
+  sizes: [1, 2, 4, 10, 50, 500],
+  ratio: RATIO_BOUNDS,
+  replayed: RATIO_BOUNDS,
+};
+
+function levelNames(metric) {
+  const bounds = BOUNDS[metric];
+  const ranges = bounds.map((high, i) => {
+    const low = i && bounds[i - 1] + (metric === "sizes" ? 1 : 0);
+    return i === 0 ? `≤ ${short(high)}` : low === high ? short(high) : `${short(low)}–${short(high)}`;
+  });
+  return [...ranges, `> ${short(bounds[5])}`];
+}
 
 /** Return the CSS class of a level's color. A small kept mass and a large set are dark; ratios have two hues. */
 function levelClass(metric, level) {
-  if (metric === "ratio" || metric === "replayed") return `d${level}`;
-  return `c${metric === "mass" ? 6 - level : level}`;
+  return isRatio(metric) ? `d${level}` : `c${metric === "mass" ? 6 - level : level}`;
 }
 
 function colorClass(metric, value) {
   if (isMissing(value)) return "unknown";
-  return levelClass(metric, data.metrics[metric].bounds.filter((bound) => value > bound).length);
+  return levelClass(metric, BOUNDS[metric].filter((bound) => value > bound).length);
 }
+
+const swatch = (kind, text) => el("li", {}, el("span", { class: `swatch ${kind}` }), text);
+const runClass = (i) => `run${i % 4}`;
 
 /** Return a list item with a name, a bar of `share / most` of the width, and a value. */
 function bar(kind, name, share, most, value, attributes = {}) {
-  const filled = el("i", { class: kind });
-  // The page's security policy blocks style attributes.
-  filled.style.width = `${(100 * share) / most}%`;
+  const filled = el("i", { class: kind, style: { width: share / most } });
   const parts = [el("span", { class: "name" }, name), el("span", { class: "bar" }, filled)];
   return el("li", { class: kind, ...attributes }, parts, el("span", { class: "value" }, value));
 }
 
-// -- verdict and distributions ---------------------------------------------------------------------------
+// -- the verdict -----------------------------------------------------------------------------------------
 
-function names(pairs, most = 4) {
-  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"}: ${whole(number)}`);
+function names(pairs, total, most = 4) {
+  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"} ${percent(number / total)}`);
   return shown.join(" · ") + (pairs.length > most ? ` · ${pairs.length - most} more` : "");
 }
 
-function sentence({ missing, off, mean_mass: mass, ratios_known: ratios }) {
+function sentence({ missing, start, off_1: off1, off_10: off10, ratios_known: known, replayed }) {
   if (missing) {
     return ["bad", `${count(missing, "generated token")} without a candidate set. Do not train on them.`];
   }
-  if (off === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
-  const given = ratios ? "" : " for a trainer with the same weights";
-  const share = `the mean kept mass is ${fixed(mass)}, and ${percent(off)} of the ratios are off by more than 10 %${given}`;
-  const needsReplay = off >= 0.01 || mass < 0.99;
-  const end = needsReplay ? ": replay the sets." : ".";
-  return [needsReplay ? "warn" : "good", `Every generated token has its set. Without replay, ${share}${end}`];
+  if (start === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
+  const given = known ? "" : " for a trainer with the same weights";
+  const shares = `${percent(off1)} are off by more than 1 %, and ${percent(off10)} by more than 10 %`;
+  const after = isMissing(replayed) ? "" : ` With replay, they start at ${fixed(replayed, 3)}.`;
+  const needsReplay = off1 >= 0.01;
+  const text = `Without replay, ratios start at ${fixed(start, 3)} on average${given} (should be 1): ${shares}.`;
+  return [needsReplay ? "warn" : "good", text + after + (needsReplay ? " Replay the sets." : "")];
 }
 
-function drawVerdict(facts) {
+/** Return how many groups (the samples of a prompt) have known rewards, and in how many all rewards are equal. */
+function equalGroups(run) {
+  const groups = new Map();
+  data.table.reward.forEach((reward, row) => {
+    if (reward === null || data.table.run[row] !== run.name) return;
+    const prompt = data.table.prompt[row];
+    groups.set(prompt, [...(groups.get(prompt) ?? []), reward]);
+  });
+  const several = [...groups.values()].filter((rewards) => rewards.length > 1);
+  return [several.filter((rewards) => new Set(rewards).size === 1).length, several.length];
+}
+
+function verdictOf(run) {
+  const { verdict: facts, metrics } = run;
   const [kind, text] = sentence(facts);
   const unknown = facts.without_logprobs ? `, ${count(facts.without_logprobs, "set")} without log-probs` : "";
-  const sizes = `median ${whole(facts.median_size)}, p99 ${whole(facts.p99_size)}`;
-  const ratios = facts.ratios_known
-    ? `by the trainer's log-probs for ${count(facts.ratios_known, "token")}, else by the kept mass`
-    : "by the kept mass: a trainer with the same weights";
+  const ratios = facts.ratios_known ? `by the trainer's log-probs for ${count(facts.ratios_known, "token")}` : "by the kept mass";
+  const [equal, groups] = equalGroups(run);
   const tiles = [
-    ["rollouts", whole(facts.rollouts), names(facts.reasons)],
+    ["rollouts", whole(facts.rollouts), names(facts.reasons, facts.rollouts)],
     ["tokens", whole(facts.tokens), facts.appended ? `${whole(facts.appended)} of them from tools` : "all generated"],
-    ["mean set size", fixed(data.metrics.sizes.of_all?.mean, 1), sizes],
+    groups > 0 && ["equal rewards", `${whole(equal)} of ${whole(groups)}`, "groups without an advantage"],
+    ["mean set size", fixed(metrics.sizes?.mean, 1), `median ${whole(facts.median_size)}, p99 ${whole(facts.p99_size)}`],
     ["mean kept mass", fixed(facts.mean_mass), `over ${count(facts.sets, "set")}${unknown}`],
-    ["off by > 10 %", percent(facts.off), ratios],
+    ["off by > 1 %", percent(facts.off_1), ratios],
     ["missing sets", whole(facts.missing), "must be 0"],
-    ["weight versions", whole(facts.versions.length), `tokens of ${names(facts.versions, 3)}`],
-  ];
-  byId("verdict").replaceChildren(
+    ["weight versions", whole(facts.versions.length), `tokens of ${names(facts.versions, sum(facts.versions.map(([, number]) => number)), 3)}`],
+  ].filter(Boolean);
+  return el("section", { "aria-label": run.name },
+    data.runs.length > 1 && el("h2", {}, el("span", { class: `swatch ${runClass(data.runs.indexOf(run))}` }), run.name),
     el("p", { class: `sentence ${kind}` }, text),
     el("dl", { class: "tiles" }, tiles.map(([name, value, note]) =>
       el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value), el("p", {}, note)))));
 }
 
+// -- histograms and scatter plots ------------------------------------------------------------------------
+
+const BARS = 40;
+const MAX_POINTS = 3000;
+
+/**
+ * Draw the histograms of all runs over each other. Bin k has the values above `edges[k - 1]`, up to `edges[k]`.
+ * The chart spans the bins of 99 % of the values, and `mark`; the others count in its first and last bar.
+ */
+function histogram(edges, countsOfRuns, noun, mark = null) {
+  const totals = countsOfRuns.map((counts) => sum(counts) || 1);
+  const shares = edges.concat(0).map((_, k) => sum(countsOfRuns.map((counts, i) => counts[k] / totals[i])) / totals.length);
+  const binAt = (share) => { let seen = 0; return shares.findIndex((each) => (seen += each) >= share); };
+  const marked = mark === null ? [] : [edges.findIndex((edge) => edge >= mark)];
+  const first = Math.min(binAt(0.005), ...marked);
+  const last = Math.max(binAt(0.995), ...marked, first);
+  const perBar = Math.ceil((last - first + 1) / BARS);
+  const numBars = Math.ceil((last - first + 1) / perBar);
+  const bars = countsOfRuns.map((counts) => Array(numBars).fill(0).map((_, i) =>
+    sum(counts.slice(i === 0 ? 0 : first + i * perBar, i === numBars - 1 ? undefined : first + (i + 1) * perBar))));
+  const most = Math.max(...bars.flatMap((each, i) => each.map((number) => number / totals[i])));
+  const range = (i) => [i === 0 ? null : edges[first + i * perBar - 1], i === numBars - 1 ? null : edges[first + (i + 1) * perBar - 1]];
+  const label = ([low, high]) => (low === null && high === null ? "all" : low === null ? `≤ ${short(high)}` : high === null ? `> ${short(low)}` : `${short(low)}–${short(high)}`);
+  const drawn = bars.flatMap((each, run) => each.map((number, i) => number > 0 && el("i", {
+    class: runClass(run), title: `${label(range(i))}: ${count(number, noun)} (${percent(number / totals[run])})`, "data-count": number,
+    style: { left: i / numBars, width: 1 / numBars, height: number / totals[run] / most },
+  })));
+  const [low, high] = [edges[Math.max(0, first - 1)], edges[Math.min(last, edges.length - 1)]];
+  const line = mark !== null && el("b", { class: "mark", title: `${mark}`, style: { left: (marked[0] - first + 1) / (numBars * perBar) } });
+  return [el("div", { class: "chart" }, drawn, line), el("p", { class: "axis" }, el("span", {}, short(low)), el("span", {}, short(high)))];
+}
+
 function drawDistribution(metric) {
-  const { levels, of_all: all } = data.metrics[metric];
-  if (!all) return null;
-  const total = all.counts.reduce((sum, each) => sum + each, 0);
-  const most = Math.max(...all.counts);
-  const bars = levels.map((level, i) =>
-    bar(levelClass(metric, i), level, all.counts[i], most, percent(all.counts[i] / total),
-      { title: count(all.counts[i], "token"), "data-count": all.counts[i] }));
+  const known = data.runs.map((run) => run.metrics[metric]);
+  if (!known.some(Boolean)) return null;
+  const edges = data.edges[metric];
   const digits = metric === "sizes" ? 0 : 4;
-  const range = `mean ${fixed(all.mean, digits || 1)}, from ${fixed(all.least, digits)} to ${fixed(all.largest, digits)}`;
-  return el("figure", { "data-metric": metric },
-    el("h3", {}, LABELS[metric]), el("p", { class: "hint" }, range), el("ol", { class: "bars" }, bars));
+  const hints = known.filter(Boolean).map((all) =>
+    el("p", { class: "hint" }, `mean ${fixed(all.mean, digits || 1)}, from ${fixed(all.least, digits)} to ${fixed(all.largest, digits)}`));
+  const counts = known.map((all) => all?.counts ?? Array(edges.length + 1).fill(0));
+  return el("figure", { "data-metric": metric }, el("h3", {}, LABELS[metric] + (metric === "sizes" ? ", log scale" : "")), hints, histogram(edges, counts, "token", isRatio(metric) ? 1 : null));
+}
+
+const isNumeric = (name) => data.table[name].every((value) => value === null || typeof value === "number") && data.table[name].some((value) => value !== null);
+const boundsOf = (values) => { const known = values.filter((value) => value !== null); return [Math.min(...known), Math.max(...known)]; };
+
+/** Draw the histogram of one column of the table. */
+function columnHistogram(name) {
+  const [low, high] = boundsOf(data.table[name]);
+  const edges = low === high ? [low] : Array.from({ length: BARS + 1 }, (_, k) => low + ((high - low) * k) / BARS);
+  const counts = data.runs.map(() => Array(edges.length + 1).fill(0));
+  data.table[name].forEach((value, row) => {
+    const k = low === high ? 0 : Math.ceil(((value - low) / (high - low)) * BARS);
+    if (value !== null) counts[runOf(row)][k] += 1;
+  });
+  return histogram(edges, counts, "rollout");
+}
+
+const runOf = (row) => data.runs.findIndex((run) => run.name === data.table.run[row]);
+
+/** Return a function that maps a row to a color class, and the legend. */
+function coloring(name) {
+  const values = data.table[name];
+  if (!isNumeric(name)) {
+    const kinds = [...new Set(values)];
+    return [(row) => runClass(kinds.indexOf(values[row])), kinds.slice(0, 4).map((kind, i) => swatch(runClass(i), kind || "(empty)"))];
+  }
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const bounds = [...new Set([1, 2, 3, 4, 5, 6].map((k) => sorted[Math.floor((k * (sorted.length - 1)) / 7)]))];
+  const level = (value) => (isMissing(value) ? "unknown" : `c${bounds.filter((bound) => value > bound).length}`);
+  return [(row) => level(values[row]), [...bounds, sorted.at(-1)].map((bound) => swatch(level(bound), `≤ ${short(bound)}`))];
+}
+
+function scatter(x, y, color) {
+  const [xs, ys] = [data.table[x], data.table[y]];
+  const [[left, right], [low, high]] = [boundsOf(xs), boundsOf(ys)];
+  const [classOf, legend] = coloring(color);
+  const known = xs.map((_, row) => row).filter((row) => xs[row] !== null && ys[row] !== null);
+  const step = Math.ceil(known.length / MAX_POINTS) || 1;
+  const at = (value, from, to) => (to === from ? 0.5 : (value - from) / (to - from));
+  const points = known.filter((_, i) => i % step === 0).map((row) => el("a", {
+    class: classOf(row), href: isDetailed(row) ? linkTo(row) : null, "data-row": row,
+    title: `rollout ${row}: ${x} ${short(xs[row])}, ${y} ${short(ys[row])}, ${color} ${data.table[color][row]}`,
+    style: { left: at(xs[row], left, right), bottom: at(ys[row], low, high) },
+  }));
+  return [
+    el("p", { class: "hint" }, `${y}, from ${short(low)} to ${short(high)}${step > 1 ? `; one point in ${step}` : ""}`),
+    el("div", { class: "chart points" }, el("div", {}, points)),
+    el("p", { class: "axis" }, el("span", {}, short(left)), el("span", {}, x), el("span", {}, short(right))),
+    el("ul", { class: "scale" }, legend),
+  ];
+}
+
+function drawColumns() {
+  const numeric = Object.keys(data.table).filter((name) => isNumeric(name) && !name.endsWith("_at") && name !== "prompt" && name !== "sample");
+  const chosen = { x: "tokens", y: numeric.includes("reward") ? "reward" : numeric.includes("mass") ? "mass" : "tokens", color: data.runs.length > 1 ? "run" : "finish" };
+  const figures = [el("figure", { "data-chart": "histogram" }), el("figure", { "data-chart": "scatter" })];
+  const choice = (axis, options) => el("label", {}, `${axis} `, el("select", { name: axis, onchange: (event) => { chosen[axis] = event.target.value; draw(); } },
+    options.map((name) => el("option", { value: name, selected: name === chosen[axis] }, name))));
+
+  function draw() {
+    figures[0].replaceChildren(el("h3", {}, chosen.y), ...columnHistogram(chosen.y));
+    figures[1].replaceChildren(el("h3", {}, `${chosen.y} by ${chosen.x}`), ...scatter(chosen.x, chosen.y, chosen.color));
+  }
+
+  byId("columns").replaceChildren(
+    el("h2", {}, "Rewards and lengths"),
+    el("div", { class: "tools" }, choice("y", numeric), choice("x", numeric), choice("color", [...numeric, "finish", "versions", "run"])),
+    el("div", { class: "figures" }, figures));
+  draw();
 }
 
 // -- the table of rollouts -------------------------------------------------------------------------------
 
 const ROWS_AT_ONCE = 100;
 const COLUMNS = [
+  { name: "run" },
   { name: "prompt", show: whole },
   { name: "sample", show: whole },
+  { name: "asked", label: "prompt's end", wide: true, minor: true },
   { name: "tokens", show: whole, falls: true },
   { name: "finish" },
+  { name: "reward", show: short, falls: true },
+  { name: "entropy", label: "mean entropy", show: fixed, falls: true, minor: true },
   { name: "mass", label: "mean mass", show: fixed },
   { name: "least", label: "least mass", show: fixed },
   { name: "largest", label: "largest set", show: whole, falls: true },
-  { name: "worst_ratio", label: "worst ratio", show: fixed, isOptional: true },
+  { name: "worst_ratio", label: "worst ratio", show: fixed },
   { name: "off", label: "off > 10 %", show: percent, falls: true, minor: true },
   { name: "missing", show: whole, falls: true, minor: true },
-  { name: "reward", show: (value) => (value === null ? "–" : String(+value.toPrecision(4))), falls: true, isOptional: true },
   { name: "versions", label: "weights", minor: true },
   { name: "text", wide: true, minor: true },
 ];
@@ -136,11 +276,15 @@ const COLUMNS = [
 const isDetailed = (row) => byId(`detail-${row}`) !== null;
 const linkTo = (row, position = null) => `#/rollout/${row}${position === null ? "" : `/${position}`}`;
 
-function drawTable({ table, verdict, metrics }) {
-  const columns = COLUMNS.filter(({ name, isOptional }) => !isOptional || table[name].some((value) => value !== null));
+function drawTable() {
+  const table = { ...data.table, asked: data.table.prompt.map((prompt) => data.prompts[prompt]) };
+  const known = new Set(COLUMNS.map(({ name }) => name));
+  const others = Object.keys(table).filter((name) => !known.has(name) && !name.endsWith("_at"));
+  const columns = [...COLUMNS.slice(0, -1), ...others.map((name) => ({ name, show: short, falls: true, minor: true })), COLUMNS.at(-1)]
+    .filter(({ name }) => (name === "run" ? data.runs.length > 1 : table[name].some((value) => value !== null)));
   const classOf = ({ show, minor, wide }) => [show && "number", minor && "minor", wide && "wide"].filter(Boolean).join(" ");
   const searched = table.prompt.map((prompt, row) =>
-    `prompt:${prompt} sample:${table.sample[row]} ${table.finish[row]} ${table.versions[row]} ${table.text[row]} `.toLowerCase());
+    `prompt:${prompt} sample:${table.sample[row]} ${["run", "finish", "versions", "asked", "text"].map((name) => table[name][row]).join(" ")} `.toLowerCase());
   let sorting = { name: null, factor: 1 };
   let rows = [];
 
@@ -163,7 +307,7 @@ function drawTable({ table, verdict, metrics }) {
 
   /** Compare two values of the sorted column. A null comes last, in ascending and in descending order. */
   function compare(a, b) {
-    if (a === null || b === null) return (a === null) - (b === null);
+    if (isMissing(a) || isMissing(b)) return isMissing(a) - isMissing(b);
     // A ratio is as bad as its inverse.
     if (sorting.name === "worst_ratio") [a, b] = [-Math.abs(Math.log(a)), -Math.abs(Math.log(b))];
     return sorting.factor * (a < b ? -1 : a > b ? 1 : 0);
@@ -192,7 +336,7 @@ function drawTable({ table, verdict, metrics }) {
   function drawRow(row) {
     const cells = columns.map((column) => {
       const value = table[column.name][row];
-      const text = column.show ? column.show(value) : value;
+      const text = column.show ? column.show(value) : textNodes(value);
       // The numbers of a worst token link to this token.
       const at = table[`${column.name}_at`]?.[row];
       const isLink = isDetailed(row) && (column.name === "prompt" || !isMissing(at));
@@ -202,7 +346,7 @@ function drawTable({ table, verdict, metrics }) {
     return el("tr", { "data-row": row }, cells);
   }
 
-  const left = verdict.rollouts - table.prompt.length;
+  const left = sum(data.runs.map((run) => run.verdict.rollouts)) - table.prompt.length;
   const hint = "Linked rollouts are shown token by token. The least mass, the largest set, and the worst ratio link to their tokens.";
   byId("table").replaceChildren(
     el("h2", {}, "Rollouts"),
@@ -214,29 +358,32 @@ function drawTable({ table, verdict, metrics }) {
   refresh();
 }
 
-function notes({ verdict, detailed, wanted, texts, num_other_texts: others, max_listed: listed, version }) {
-  const all = detailed.length === verdict.rollouts;
+function notes({ runs, table, texts, megabytes, num_other_texts: others, max_listed: listed, version }) {
+  const total = sum(runs.map((run) => run.verdict.rollouts));
+  const detailed = table.prompt.filter((_, row) => isDetailed(row)).length;
   return [
-    `The numbers above are exact, and cover all ${count(verdict.rollouts, "rollout")}. ` +
-      (all
+    `The verdict and the distributions of tokens are exact, and cover all ${count(total, "rollout")}. ` +
+      (detailed === total
         ? "This page shows all of them token by token."
-        : `This page shows ${detailed.length} of them token by token: those with the worst tokens (--rollouts ${wanted}).`) +
-      (detailed.length < wanted ? ` ${count(wanted - detailed.length, "more rollout")} would exceed the limit of 50 MB.` : ""),
+        : `This page shows ${whole(detailed)} of them token by token: those with the worst tokens, up to ${megabytes} MB (--megabytes).`),
     `A position lists its first ${listed} candidates and the sampled token, and the number and the mass of the others.`,
     texts === null
       ? "Rollouts hold token ids and whole texts. The texts of single tokens need the model's tokenizer (--tokenizer PATH)."
       : others
         ? `The tokenizer decodes ${count(others, "rollout")} to other texts than the engine returned: it may be another model's.`
         : null,
-    verdict.ratios_known
+    runs.some((run) => run.verdict.ratios_known)
       ? "A ratio without replay divides the trainer's probability over the whole vocabulary by the rollout's probability within the set."
       : "Importance ratios need the trainer's log-probs: add_trainer_columns writes them. Without them, a ratio is the kept mass, as for a trainer with the same weights.",
     `sglang-topp ${version}`,
   ].filter(Boolean);
 }
 
-byId("title").textContent = data.title;
-drawVerdict(data.verdict);
-byId("distributions").append(...Object.keys(LABELS).map(drawDistribution).filter(Boolean));
-drawTable(data);
-byId("notes").append(...notes(data).map((text) => el("p", {}, text)));
+function drawOverview() {
+  byId("title").textContent = data.runs.map((run) => run.name).join(" and ");
+  byId("verdict").replaceChildren(...data.runs.map(verdictOf));
+  byId("distributions").append(...Object.keys(LABELS).map(drawDistribution).filter(Boolean));
+  drawColumns();
+  drawTable();
+  byId("notes").append(...notes(data).map((text) => el("p", {}, text)));
+}

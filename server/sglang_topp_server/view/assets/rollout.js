@@ -2,7 +2,7 @@
 
 const TOKENS_PER_BLOCK = 100;
 let shown = null;
-let metric = "mass";
+let metric = "entropy";
 
 // -- tokens as text --------------------------------------------------------------------------------------
 
@@ -16,27 +16,27 @@ const hasTexts = data.texts !== null;
 const hex = (number, digits) => number.toString(16).toUpperCase().padStart(digits, "0");
 const raw = (text) => el("span", { class: "raw" }, text);
 
-function visible(run) {
-  if (run[0] === "\t") return "⇥\t".repeat(run.length);
-  if (run[0] === "\n") return "↵".repeat(run.length);
-  return `U+${hex(run.codePointAt(0), 4)}`;
+/** Return the nodes that show a text, with visible whitespace. */
+function textNodes(text) {
+  return text.split(RUNS).filter(Boolean).flatMap((run) => {
+    // CSS draws a dot in each space, so that the text keeps its spaces, and lines break at them.
+    if (run[0] === " ") return [...run].map((space) => el("span", { class: "blank" }, space));
+    if (run[0] === "\t") return [el("span", { class: "space" }, "⇥\t".repeat(run.length))];
+    if (run[0] === "\n") return [el("span", { class: "space" }, "↵".repeat(run.length)), run];
+    return IS_HIDDEN.test(run) ? [raw(`U+${hex(run.codePointAt(0), 4)}`)] : [run];
+  });
 }
 
-/** Return the nodes that show a token, with visible whitespace. If `breaks` is true, lines break at line feeds. */
-function tokenNodes(id, breaks = false) {
+function tokenNodes(id) {
   const text = data.texts?.[id];
   if (!hasTexts) return [el("span", { class: "id" }, String(id))];
   if (text === undefined) return [raw(`#${id}`)];
   if (Array.isArray(text)) return [raw(text.map((byte) => hex(byte, 2)).join(" "))];
-  if (text === "") return [raw("empty")];
-  return text.split(RUNS).filter(Boolean).flatMap((run) => {
-    // CSS draws a dot in each space, so that the text keeps its spaces, and lines break at them.
-    if (run[0] === " ") return [...run].map((space) => el("span", { class: "blank" }, space));
-    if (!IS_HIDDEN.test(run)) return [run];
-    const mark = el("span", { class: "space" }, visible(run));
-    return breaks && run[0] === "\n" ? [mark, run] : [mark];
-  });
+  return text === "" ? [raw("empty")] : textNodes(text);
 }
+
+// A token does not break in the middle, so the line breaks after it.
+const lineFeed = (id) => (String(data.texts?.[id]).includes("\n") ? "\n" : "");
 
 function tokenLabel(id) {
   const text = data.texts?.[id];
@@ -83,7 +83,7 @@ function flowOf(detail) {
     blocks.push(el("div", { class: "token-block", "data-start": whole(first) }, ids.map((id, i) => {
       const t = first + i;
       const attributes = { class: tokenClass(detail, t), id: `t${t}`, "data-t": t, role: "option" };
-      return [labels.get(t) ?? [], el("span", attributes, tokenNodes(id, true))];
+      return [labels.get(t) ?? [], el("span", attributes, tokenNodes(id)), lineFeed(id)];
     })));
   }
   const flow = el("div", { class: hasTexts ? "flow" : "flow ids", tabindex: 0, role: "listbox", "aria-label": "Tokens" }, blocks);
@@ -111,8 +111,7 @@ function select(position, align = "nearest") {
 function colorBy(name) {
   metric = name;
   for (const token of shown.flow.querySelectorAll("[data-t]")) token.className = tokenClass(shown.detail, Number(token.dataset.t));
-  const swatch = (kind, text) => el("li", {}, el("span", { class: `swatch ${kind}` }), text);
-  const levels = data.metrics[name].levels.map((level, i) => swatch(levelClass(name, i), level));
+  const levels = levelNames(name).map((level, i) => swatch(levelClass(name, i), level));
   shown.legend.replaceChildren(...levels, swatch("tool", "tool"));
 }
 
@@ -184,9 +183,8 @@ async function read(row) {
 
 function factsOf(row, detail) {
   const { table } = data;
-  const parts = [count(detail.ids.length, "token")];
-  if (table.finish[row] !== undefined) parts.push(`finish ${table.finish[row]}`, `mean mass ${fixed(table.mass[row])}`, `${percent(table.off[row])} off by > 10 %`);
-  if (!isMissing(table.reward[row])) parts.push(`reward ${table.reward[row]}`);
+  const parts = [count(detail.ids.length, "token"), `finish ${table.finish[row]}`, `mean mass ${fixed(table.mass[row])}`, `${percent(table.off[row])} off by > 10 %`];
+  if (!isMissing(table.reward[row])) parts.unshift(`reward ${short(table.reward[row])}`);
   parts.push(detail.source === "distribution" && detail.p !== null ? `threshold p ${detail.p}` : `source ${detail.source ?? "unknown"}`);
   parts.push(`${fixed(detail.latency_s, 2)} s`, `request ${detail.request_id || "without an id"}`);
   return parts.join(" · ");
@@ -194,7 +192,7 @@ function factsOf(row, detail) {
 
 function promptNodes(detail) {
   const hidden = detail.num_prompt_tokens - detail.prompt_ids.length;
-  const nodes = detail.prompt_ids.map((id) => el("span", { class: "t tool" }, tokenNodes(id, true)));
+  const nodes = detail.prompt_ids.map((id) => [el("span", { class: "t tool" }, tokenNodes(id)), lineFeed(id)]);
   return hidden > 0 ? [el("span", { class: "hint" }, `… ${whole(hidden)} tokens before … `), ...nodes] : nodes;
 }
 
@@ -204,27 +202,31 @@ async function drawRollout(row, position) {
   const { table } = data;
   const here = (shown = { row });
   const place = table.prompt[row] === undefined ? `Rollout ${whole(row)}` : `Prompt ${whole(table.prompt[row])}, sample ${table.sample[row]}`;
-  view.replaceChildren(el("nav", {}, el("a", { href: "#/" }, "← all rollouts")), el("h2", {}, place));
+  const of = data.runs.length > 1 && table.run[row] ? ` of ${table.run[row]}` : "";
+  const head = el("header", {}, el("nav", {}, el("a", { href: "#/" }, "← all rollouts")), el("h2", {}, place + of));
+  view.replaceChildren(head);
   if (!isDetailed(row)) {
-    view.append(el("p", { class: "warning" }, `This page does not show rollout ${row} token by token. Make a page with more rollouts (--rollouts).`));
+    view.append(el("p", { class: "warning" }, `This page does not show rollout ${row} token by token. Make a page with more rollouts (--megabytes).`));
     return;
   }
   const detail = await read(row);
   // The user may have opened another rollout meanwhile.
   if (shown !== here) return;
-  if (!detail[metric]) metric = "mass";
+  if (!detail[metric]) metric = "entropy";
   const panel = el("aside", { class: "candidates", "aria-live": "polite" });
   const legend = el("ul", { class: "scale", "aria-label": "Colors" });
   Object.assign(shown, { detail, position: 0, panel, legend, flow: flowOf(detail) });
   const choices = Object.entries(LABELS).filter(([name]) => detail[name]).map(([name, label]) =>
     el("label", {}, el("input", { type: "radio", name: "metric", value: name, checked: name === metric, onchange: () => colorBy(name) }), ` ${label}`));
+  head.append(el("fieldset", {}, el("legend", {}, "color by"), choices), legend);
   view.append(
     el("p", { class: "hint" }, factsOf(row, detail)),
-    el("fieldset", {}, el("legend", {}, "color by"), choices), legend,
     hasTexts ? "" : el("p", { class: "hint" }, "Numbers are token ids: this page was made without a tokenizer (--tokenizer PATH)."),
-    el("details", {}, el("summary", {}, `Prompt: ${count(detail.num_prompt_tokens, "token")}`), el("div", { class: "flow" }, promptNodes(detail))),
-    el("details", {}, el("summary", {}, "Text that the engine returned"), el("pre", {}, detail.text)),
+    el("details", { open: true }, el("summary", {}, `Prompt: ${count(detail.num_prompt_tokens, "token")}`), el("div", { class: hasTexts ? "flow" : "flow ids" }, promptNodes(detail))),
+    el("details", {}, el("summary", {}, "Text that the engine returned"), el("pre", {}, textNodes(detail.text))),
     el("div", { class: "split" }, el("section", { class: "tokens" }, shown.flow), panel));
+  // The title and the controls stay in view above the tokens.
+  document.documentElement.style.setProperty("--head", `${head.offsetHeight}px`);
   colorBy(metric);
   select(position ?? 0, position === null ? "nearest" : "center");
   shown.flow.focus({ preventScroll: true });
@@ -240,6 +242,7 @@ function route() {
   shown = null;
 }
 
+drawOverview();
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
   if (!shown?.detail || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, RolloutError
 from sglang_topp_client import RolloutClient
-from sglang_topp_server.engine.client import EngineClient
+from sglang_topp_server.engine import EngineClient
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "stream"])

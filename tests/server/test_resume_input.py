@@ -12,7 +12,7 @@ from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import from_record, to_record
 from sglang_topp_server.error_responses import http_status
-from sglang_topp_server.schemas.requests import parse_abort, parse_rollouts
+from sglang_topp_server.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}

@@ -1,51 +1,56 @@
-"""Validate individual arguments of the client: numbers, seconds, text, JSON, token ids, and request ids."""
+"""Check values of callers and of servers: numbers, text, token ids, request ids, and decoded JSON.
+
+A wrong argument of a caller is an InvalidInputError, and a wrong answer of a server is a WireError. Both name
+the field, its value, and what is expected.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import uuid
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_topp.errors import InvalidInputError, describe
+from sglang_topp.errors import InvalidInputError, WireError, describe
 
 __all__ = [
     "MAX_BODY_CHARS",
-    "MAX_MESSAGE_CHARS",
-    "MAX_REQUEST_ID",
     "as_array",
     "as_token_ids",
-    "check_bool",
     "check_choice",
+    "check_ids",
     "check_request_id",
+    "convert",
+    "decode_json",
     "find_json_problem",
     "fresh_id",
     "is_text",
+    "parse_token_ids",
     "seconds",
     "truncate",
     "whole_number",
 ]
 
-MAX_MESSAGE_CHARS = 10_000
-"""A server's message is cut to this many characters when an exception quotes it."""
-
 MAX_BODY_CHARS = 2_000
 """A server's answer is cut to this many characters in `ResponseError.body`."""
 
-MAX_REQUEST_ID = 512
-"""The maximum length, in characters, of a request id, in the client and in the sidecar."""
-
+# The maximum length of a request id, in the client and in the sidecar.
+_MAX_REQUEST_ID = 512
 # Python's JSON encoder and decoder fail at about 900 nested levels, depending on the caller's stack depth.
 _MAX_NESTING = 100
+_MAX_FIELD_CHARS = 60
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+_T = TypeVar("_T")
 
 
-def truncate(value: object, max_chars: int) -> str:
-    """Return `value` as text for an error message. Text of more than `max_chars` characters is cut.
+def truncate(value: object, max_chars: int = 10_000) -> str:
+    """Return a server's message as text for an error message, cut to `max_chars` characters.
 
     A `value` that is not a string is converted with `repr`, or with `describe` if `repr` fails.
     """
@@ -95,16 +100,11 @@ def find_json_problem(value: Any) -> str | None:
 
 def check_choice(name: str, value: Any, choices: Any, note: str = "") -> None:
     """Raise InvalidInputError, whose message ends with `note`, unless `value` is in the Literal `choices`."""
-    *first, last = map(repr, get_args(choices))
-    if not isinstance(value, str) or value not in get_args(choices):
+    values = get_args(choices)
+    if not isinstance(value, tuple(map(type, values))) or value not in values:
+        *first, last = map(repr, values)
         listed = f"{', '.join(first)}{',' * (len(first) > 1)} or {last}"
         raise InvalidInputError(f"{name}: got {describe(value)}, expected {listed}{note}")
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Raise InvalidInputError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected True or False")
 
 
 def whole_number(name: str, value: Any, lowest: int) -> int:
@@ -134,7 +134,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def check_request_id(request_id: Any) -> None:
-    """Raise InvalidInputError unless `request_id` is printable text of 1 to `MAX_REQUEST_ID` characters.
+    """Raise InvalidInputError unless `request_id` is printable text of 1 to `_MAX_REQUEST_ID` characters.
 
     Servers write request ids to logs and headers, so an id must not contain line breaks.
     """
@@ -142,9 +142,9 @@ def check_request_id(request_id: Any) -> None:
         raise InvalidInputError(f"request_id: got {type(request_id).__name__}, expected text")
     if not request_id:
         raise InvalidInputError("request_id: got an empty string")
-    if len(request_id) > MAX_REQUEST_ID:
+    if len(request_id) > _MAX_REQUEST_ID:
         raise InvalidInputError(
-            f"request_id: got {len(request_id)} characters, expected at most {MAX_REQUEST_ID}"
+            f"request_id: got {len(request_id)} characters, expected at most {_MAX_REQUEST_ID}"
         )
     if not request_id.isprintable():
         wrong = next(character for character in request_id if not character.isprintable())
@@ -154,10 +154,10 @@ def check_request_id(request_id: Any) -> None:
 def fresh_id(request_id: str) -> str:
     """Return a unique id for one call: `request_id` and a random suffix.
 
-    If the unique id would exceed `MAX_REQUEST_ID` characters, the function truncates `request_id`.
+    If the unique id would exceed `_MAX_REQUEST_ID` characters, the function truncates `request_id`.
     """
     unique = f"-{uuid.uuid4().hex}"
-    return request_id[: MAX_REQUEST_ID - len(unique)] + unique
+    return request_id[: _MAX_REQUEST_ID - len(unique)] + unique
 
 
 def as_token_ids(name: str, values: Any) -> list[int]:
@@ -197,3 +197,70 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
         raise InvalidInputError(f"{name}: got a ragged nesting, expected token ids") from None
     except Exception as error:  # for example, NumPy cannot read a tensor on a GPU
         raise InvalidInputError(f"{name}: cannot be read as token ids: {error}") from None
+
+
+def decode_json(text: bytes | bytearray | memoryview, kind: type[_T], *, field: str) -> _T:
+    """Decode a JSON text into `kind`. Fields that `kind` does not have are left out.
+
+    Args:
+        text: the JSON text.
+        kind: a type that msgspec decodes.
+        field: the name of the whole text in errors.
+
+    Raises:
+        WireError: the text is not JSON, or a value has another type; the error names the field.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        try:
+            value = msgspec.json.decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            value = bytes(text[:200])
+        raise _wire_error(error, value, kind, field) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(field, f"got {bytes(text[:200])!r}, which is not JSON: {error}") from None
+
+
+def convert(value: Any, kind: type[_T], *, field: str) -> _T:
+    """Convert a decoded JSON value to `kind`; see `decode_json`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _wire_error(error, value, kind, field) from None
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise WireError(field, f"got {describe(value)}: {error}") from None
+
+
+def _wire_error(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> WireError:
+    """Return msgspec's error, with the path and the value of the field at fault."""
+    problem, _, path = str(error).replace("`", "").partition(" - at $")
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            value = value[name or int(index)]
+        except (TypeError, LookupError):
+            break
+    field = path.removeprefix(".") or field
+    if named := re.fullmatch(r"Object (missing required|contains unknown) field (.*)", problem, re.DOTALL):
+        inner = truncate(f"{path}.{named[2]}".removeprefix("."), _MAX_FIELD_CHARS)
+        if named[1] == "missing required":
+            return WireError(inner, "missing, but required")
+        return WireError(inner, f"no such field, expected one of {', '.join(kind.__struct_fields__)}")
+    expected = "a finite number" if problem == "Number out of range" else problem.removeprefix("Expected ")
+    return WireError(field, f"got {describe(value)}, expected {re.sub(', got .*$', '', expected)}")
+
+
+def parse_token_ids(field: str, values: list[int]) -> NDArray[np.int32]:
+    """Return a list of token ids as int32 [T], or raise WireError."""
+    try:
+        ids = np.array(values, np.int32)
+    except OverflowError:
+        raise WireError(field, "got an id outside int32") from None
+    check_ids(field, ids)
+    return ids
+
+
+def check_ids(field: str, ids: NDArray[np.int32]) -> None:
+    """Raise WireError if one of the token ids is negative."""
+    if len(ids) and ids.min() < 0:
+        raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")

@@ -1,33 +1,39 @@
-"""The bodies of `POST /rollouts`, `/scores`, and `/abort`: their fields, and their parsers."""
+"""The bodies of `POST /rollouts`, `/scores`, and `/abort`: their fields, their parsers, and their checks.
+
+`SampleCall.check` refuses what would crash or block the engine, by the sizes of its model.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Meta, Struct
 
-from sglang_topp.engine_contract import RESUMED
+from sglang_topp.engine_contract import (
+    GRAMMARS,
+    RESUMED,
+    Model,
+    check_sampling_params,
+    check_token_ids,
+    overlong_param,
+    overlong_text,
+)
 from sglang_topp.errors import BadRequestError, InvalidInputError, WireError, describe
-from sglang_topp_client.argument_checks import check_request_id
-from sglang_topp_client.requests import SampleRequest, one_each, plan, plan_scores
-from sglang_topp_client.resume import mark_interruptible, plan_resume
+from sglang_topp_client.checks import check_request_id, decode_json
+from sglang_topp_client.requests import (
+    SampleRequest,
+    mark_interruptible,
+    one_each,
+    plan,
+    plan_resume,
+    plan_scores,
+)
 from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, Rollout
 from sglang_topp_client.wire.records import from_record
-from sglang_topp_client.wire.typed_json import decode_json
 from sglang_topp_server.settings import Limits
-
-__all__ = [
-    "AbortBody",
-    "AnyCall",
-    "RolloutsBody",
-    "SampleCall",
-    "ScoresBody",
-    "parse_abort",
-    "parse_rollouts",
-    "parse_scores",
-]
 
 
 def _schema(*forms: dict[str, Any]) -> Meta:
@@ -104,11 +110,8 @@ class AbortBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """Abort all requests in the engine, of all callers."""
 
 
-_Body = TypeVar("_Body", RolloutsBody, ScoresBody)
-
-
 @dataclass(frozen=True)
-class SampleCall(Generic[_Body]):
+class SampleCall:
     """A parsed request for samples or scores.
 
     Attributes:
@@ -117,15 +120,57 @@ class SampleCall(Generic[_Body]):
         given: the rollouts to resume, by prompt index.
     """
 
-    body: _Body
+    body: RolloutsBody | ScoresBody
     wanted: Sequence[SampleRequest]
     given: dict[int, Rollout] = field(default_factory=dict)
 
+    def check(self, model: Model, survives_grammars: bool) -> None:
+        """Check that the request would not crash or block the engine.
 
-AnyCall: TypeAlias = SampleCall[RolloutsBody] | SampleCall[ScoresBody]
+        Args:
+            model: the vocabulary size and other sizes of the engine's model.
+            survives_grammars: whether the engine survives a grammar that forbids every next token. If not,
+                every request with a grammar is refused: no check can tell in advance whether a grammar will
+                forbid every next token.
+
+        Raises:
+            InvalidInputError: a value would crash the engine (HTTP status 400). The error's message names
+                the field, the value, and the accepted values.
+            BadRequestError: a text is too long (HTTP status 413). Other requests would have to wait while
+                the engine tokenizes the long text.
+        """
+        for i, rollout in self.given.items():
+            check_token_ids(f"rollouts[{i}].prompt_ids", rollout.prompt_ids, model.vocab_size)
+            check_token_ids(f"rollouts[{i}].output_ids", rollout.output_ids, model.vocab_size)
+        if isinstance(self.body, ScoresBody):
+            return self._check_prompts("sequences", self.body.sequences, model)
+        self._check_prompts("prompts", self.body.prompts, model)
+        params = self.body.sampling_params
+        for i, given in enumerate(params if isinstance(params, list) else [params or {}]):
+            name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
+            _refuse_long(overlong_param(name, given))
+            check_sampling_params(name, given, model)
+            if not survives_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):
+                raise InvalidInputError(
+                    f"{name}.{key}: got one, expected none: a grammar that leaves no token to draw would end"
+                    " this engine; start it with SGLANG_SANITIZE_NAN_LOGITS=1, as `sglang-topp serve` does"
+                )
+
+    def _check_prompts(self, name: str, given: Any, model: Model) -> None:
+        """Check each new prompt. `name` is the field that holds the prompts, and `given` is its value."""
+        for one in self.wanted:
+            if one.prompt_index in self.given:
+                continue
+            at = name if _is_one_prompt(given) else f"{name}[{one.prompt_index}]"
+            if isinstance(one.prompt, str):
+                _refuse_long(overlong_text(at, one.prompt, model))
+            elif isinstance(one.prompt, tuple):
+                _refuse_long(overlong_text(at, json.dumps(one.prompt, ensure_ascii=False), model))
+            else:
+                check_token_ids(at, one.prompt, model.vocab_size)
 
 
-def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall[RolloutsBody]:
+def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall:
     """Parse and check the body of `POST /rollouts`.
 
     Raises:
@@ -170,7 +215,7 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall[Rollou
     return SampleCall(given, wanted, dict(enumerate(resumed)))
 
 
-def parse_scores(body: bytes | bytearray, limits: Limits) -> SampleCall[ScoresBody]:
+def parse_scores(body: bytes | bytearray, limits: Limits) -> SampleCall:
     """Parse and check the body of `POST /scores`.
 
     Raises:
@@ -215,10 +260,18 @@ def _read_body(body: bytes | bytearray, kind: type[_AnyBody]) -> _AnyBody:
     return given
 
 
+def _is_one_prompt(prompts: Any) -> bool:
+    """Return whether an unchecked `prompts` or `sequences` field holds one prompt rather than a list."""
+    return not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
+
+
 def _num_prompts(prompts: Any) -> int:
-    """Return the number of prompts in a body's unchecked `prompts` or `sequences` field."""
-    is_one = not isinstance(prompts, list) or (bool(prompts) and isinstance(prompts[0], int | dict))
-    return 1 if is_one else len(prompts)
+    return 1 if _is_one_prompt(prompts) else len(prompts)
+
+
+def _refuse_long(sentence: str | None) -> None:
+    if sentence is not None:
+        raise BadRequestError(sentence, status=413)
 
 
 def _num_samples(given: RolloutsBody) -> int:

@@ -108,7 +108,7 @@ def test_a_worker_that_is_not_patched_is_named(gateway, workers, start, eventual
 
 
 def test_a_worker_that_joins_later_is_probed(gateway, workers, start, eventually, monkeypatch):
-    monkeypatch.setattr("sglang_topp_server.engine.client._POLL_READY_S", 0.1)
+    monkeypatch.setattr("sglang_topp_server.engine._POLL_READY_S", 0.1)
     late = gateway.workers.pop()
     workers[1].patch = {"active": False, "problems": ["Sampler.forward is gone"]}
     sidecar = start(gateway.url)

@@ -1,32 +1,21 @@
-"""Pydantic models of the sidecar's answers and errors, for the OpenAPI page."""
+"""The OpenAPI page: Pydantic models of the sidecar's answers and errors, and schemas of its bodies."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.wire.records import JSON_FIELDS
-from sglang_topp_server.schemas.openapi import field_docstrings
 from sglang_topp_server.settings import Limits
-
-__all__ = [
-    "AbortAnswer",
-    "EngineInfo",
-    "ErrorAnswer",
-    "Info",
-    "ModelInfo",
-    "PatchInfo",
-    "RolloutRecord",
-    "RolloutsAnswer",
-    "ScoreRecord",
-    "ScoresAnswer",
-]
 
 
 class ModelInfo(BaseModel):
@@ -97,6 +86,21 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+def field_docstrings(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a class and of its bases in the same module."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        if one.__module__ != kind.__module__:
+            continue
+        (tree,) = ast.parse(inspect.getsource(one)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
 def _record_model(result: type[Rollout | Score]) -> type[BaseModel]:
     """Return the model of a result's JSON record, with the types and the descriptions that its class
     declares."""
@@ -141,3 +145,11 @@ class AbortAnswer(BaseModel):
         description="How many prompts of this sidecar's requests it aborted. Null for `all`, which also"
         " aborts requests that others sent to the engine.",
     )
+
+
+def body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the OpenAPI description of a request body."""
+    schema: dict[str, Any] = msgspec.json.schema(kind)["$defs"][kind.__name__]
+    for name, text in field_docstrings(kind).items():
+        schema["properties"][name]["description"] = text
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

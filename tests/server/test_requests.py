@@ -6,7 +6,7 @@ import pytest
 
 from sglang_topp.errors import BadRequestError, SglangToppError
 from sglang_topp_server.error_responses import http_status
-from sglang_topp_server.schemas.requests import parse_rollouts
+from sglang_topp_server.requests import parse_rollouts
 from sglang_topp_server.settings import Limits
 
 CHAT = {"role": "user", "content": "Hi"}

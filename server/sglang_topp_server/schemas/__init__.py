@@ -1,1 +1,0 @@
-"""Request and response models of the sidecar's routes, with parsing and validation of request bodies."""
