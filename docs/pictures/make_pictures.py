@@ -168,7 +168,7 @@ def draw_demo(model_path: Path) -> None:
     _, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
     plots.kept_mass([Sampled()], left)
     plots.set_sizes([Sampled()], right)
-    right.set_ylim(1, right.get_ylim()[1] * 4)  # room for the legend
+    right.set_ylim(1, right.get_ylim()[1] * 30)  # room for the legend
     save("kept-mass.svg")
 
 
@@ -183,13 +183,13 @@ PROMPTS = [
 
 
 def sampled_rollouts(model_path: Path) -> Iterator[tuple[Rollout, np.ndarray, np.ndarray]]:
-    """Sample eight rollouts of four prompts at top-p 0.9, with the log-probs of a trainer in bfloat16."""
+    """Sample eight rollouts of four prompts at top-p 0.8, with the log-probs of a trainer in bfloat16."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
     for prompt_index, prompt in enumerate(PROMPTS):
         prompt_ids = tokenizer(prompt).input_ids
-        samples = sample(policy, prompt_ids, top_p=0.9, num=8, length=64)
+        samples = sample(policy, prompt_ids, top_p=0.8, num=8, length=64)
         ends = [np.append(sets.sampled_ids, 0).tolist().index(0) + 1 for sets in samples]
         samples = [sets[:end] for sets, end in zip(samples, ends, strict=True)]
         scored = score_samples(trainer, prompt_ids, samples)
@@ -211,7 +211,7 @@ def sampled_rollouts(model_path: Path) -> Iterator[tuple[Rollout, np.ndarray, np
                 latency_s=1.0,
                 top_logprobs_source="sampler",
                 weight_spans=(("7", half), ("8", length - half)) if half else (("8", length),),
-                sampling_params={"temperature": 1.0, "top_p": 0.9},
+                sampling_params={"temperature": 1.0, "top_p": 0.8},
             )
             yield rollout, full, masked
 
