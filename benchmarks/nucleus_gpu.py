@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare, compare_counts
 from benchmarks.nucleus_cpu import sort_and_cumsum
-from sglang_topp.nucleus import top_p_candidates, top_p_torch
+from sglang_topp.nucleus import extraction_torch, top_p_candidates
 
 __all__ = ["contenders", "run"]
 
@@ -110,7 +110,7 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
     likely tokens. FlashInfer returns a renormalized probability for every token of the vocabulary. The
     contender "one copy" only copies the log-probs.
     """
-    from sglang_topp.nucleus.gpu_extraction import stage_top_p
+    from sglang_topp.nucleus.gpu_extraction import find_top_p
 
     p_B = np.full(len(logprobs_BV), p)
     capacity = int(top_p_candidates(logprobs_BV, p)[2][-1])
@@ -122,9 +122,9 @@ def contenders(logprobs_BV: Tensor, p: float) -> dict[str, Callable[[], object]]
         | {
             f"topk({k})": partial(torch.topk, logprobs_BV, k),
             "one copy": partial(copy_BV.copy_, logprobs_BV),
-            "plain torch (select)": partial(top_p_torch.top_p_candidates, logprobs_BV, p_B, None),
+            "plain torch (select)": partial(extraction_torch.top_p_candidates, logprobs_BV, p_B, None),
             "top_p_candidates, one wait": partial(top_p_candidates, logprobs_BV, p),
-            STAGED: partial(stage_top_p, logprobs_BV, p_B, None, capacity=capacity),
+            STAGED: lambda: find_top_p(logprobs_BV, p_B, None).stage(capacity),
         }
     )
 

@@ -50,7 +50,6 @@ def grpo_loss(
     advantages: Tensor,
     *,
     layout: Layout,
-    attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     loss_mask: Tensor | None = None,
     replay: bool = True,
@@ -63,18 +62,17 @@ def grpo_loss(
     The loss of a token is `-min(ratio * A, clip(ratio, 1 - clip, 1 + clip) * A) - entropy_bonus * H`. `A` is
     the advantage of the token's sample, and `H` is the policy's entropy at the token.
 
-    `hidden` holds this rank's final hidden states, and `weight` is the LM head's weight. `attention_mask` is
-    the attention mask of the forward pass. Only `Layout("bshd")` needs `attention_mask`. `advantages` has one
-    number per sample, and `loss_mask` has one entry per response token. If `loss_mask` is None, every token
-    with a candidate set contributes to the loss. Tool tokens have no candidate set, so they do not contribute
-    to the loss. The replay metrics are computed over this rank's tokens only.
+    `hidden` holds this rank's final hidden states in `layout`, and `weight` is the LM head's weight.
+    `advantages` has one number per sample, and `loss_mask` has one entry per response token. If `loss_mask`
+    is None, every token with a candidate set contributes to the loss. Tool tokens have no candidate set, so
+    they do not contribute to the loss. The replay metrics are computed over this rank's tokens only.
     """
     lengths = [len(sample.output_ids) for sample in samples]
     recorded = [sample.candidates for sample in samples]
     if loss_mask is None:
         loss_mask = torch.from_numpy(CandidateSets.concat(recorded).sizes > 0)
     prompts = [len(sample.prompt_ids) for sample in samples]
-    rows = layout.select_rows(prompts, lengths, attention_mask=attention_mask, loss_mask=loss_mask)
+    rows = layout.select_rows(prompts, lengths, loss_mask=loss_mask)
     sets = rows.take_sets(recorded)
     output_ids = np.concatenate([sample.output_ids for sample in samples])
     targets = rows.take(torch.tensor(output_ids, dtype=torch.int64, device=hidden.device))
@@ -142,8 +140,7 @@ def train(*, replay: bool, steps: int = 20, p: float = 0.8) -> list[dict[str, fl
             weight,
             samples,
             group_advantages(rewards).flatten(),
-            layout=Layout("bshd"),
-            attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE),  # no padding
+            layout=Layout(attention_mask=torch.ones(PROMPTS * GROUP, PROMPT + RESPONSE)),  # no padding
             replay=replay,
         )
         optimizer.zero_grad()

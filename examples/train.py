@@ -95,11 +95,12 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     hidden = model.model(batch["sequences"], attention_mask, positions).last_hidden_state
 
-    # The model predicts each token from the hidden state one position earlier. The mask `scored` selects the
-    # response tokens row by row. The candidate sets have the same order as the selected tokens.
+    # The state before a token predicts it. `scored` selects the response tokens row by row,
+    # which is the order of the sets.
     scored = batch["response_mask"].bool()
     width = scored.shape[1]
-    states, targets = hidden[:, -width - 1 : -1][scored], batch["sequences"][:, -width:][scored]
+    states = hidden[:, -width - 1 : -1][scored]
+    targets = batch["sequences"][:, -width:][scored]
     sets, weight = batch["candidates"].sets, model.lm_head.weight
     new = score(states, weight, targets, sets if replay else None).logprobs
     old = replayed_old_logprobs(sets, output_ids=targets)

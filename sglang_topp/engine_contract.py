@@ -38,23 +38,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError, describe
-
-__all__ = [
-    "GRAMMARS",
-    "INTERNAL_PARAMS",
-    "MAX_STEPS",
-    "NON_RESUMABLE_PARAMS",
-    "RESUMABLE_PARAMS",
-    "RESUMED",
-    "Model",
-    "check_sampling_params",
-    "check_token_ids",
-    "find_resume_problem",
-    "overlong_param",
-    "overlong_text",
-    "search_steps",
-]
 
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -131,8 +116,7 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     except ValueError:  # `ids` holds lists of different lengths
         array = np.array(None)
     if array.ndim == 1 and array.dtype.kind in "iu":
-        wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
-        at = int(wrong[0]) if len(wrong) else None
+        at = first_true((array < 0) | (array >= vocab_size))
     else:  # `ids` holds integers beyond 64 bits, or values of other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
@@ -390,37 +374,19 @@ def _counts(repeat: re.Match[str]) -> tuple[float, float]:
 RESUMED = "resumed_tokens"
 """The request field that says how many tokens at the end of the prompt belong to the earlier answer."""
 
-RESUMABLE_PARAMS = frozenset(
-    {
-        # Parameters that change each position's distribution. Their effect does not depend on which request
-        # generated the tokens before the position.
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "logit_bias",
-        # The sampler's random noise depends on the seed and on the token's position. Positions are counted
-        # from the prompt's first token.
-        "sampling_seed",
-        # Parameters that control where an answer ends. The plugin makes SGLang search for stop strings and
-        # patterns also in the tokens that earlier requests generated.
-        "stop",
-        "stop_token_ids",
-        "stop_regex",
-        "ignore_eos",
-        # The client reduces `max_new_tokens` and `min_new_tokens` by the number of tokens that earlier
-        # requests generated.
-        "max_new_tokens",
-        "min_new_tokens",
-        # Parameters that control how SGLang writes and sends an answer.
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "no_stop_trim",
-        "stream_interval",
-        # The client resumes each of the n samples in a separate request.
-        "n",
-    }
-)
+# Parameters that change each position's distribution. Their effect does not depend on which request generated
+# the tokens before the position. The sampler's random noise depends on the seed and on the token's position,
+# which is counted from the prompt's first token.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", "sampling_seed")
+# Parameters that control where an answer ends. The plugin makes SGLang search for stop strings and patterns
+# also in the tokens that earlier requests generated. The client reduces `max_new_tokens` and `min_new_tokens`
+# by the number of these tokens.
+_STOPPING = ("stop", "stop_token_ids", "stop_regex", "ignore_eos", "max_new_tokens", "min_new_tokens")
+# Parameters that control how SGLang writes and sends an answer. The client resumes each of the n samples in a
+# separate request.
+_WRITING = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval", "n")
+
+RESUMABLE_PARAMS = frozenset(_SAMPLING + _STOPPING + _WRITING)
 """The fields of `SamplingParams` that work in a resuming request."""
 
 _PENALTY = "it counts the tokens of an answer, and would count only from the resumed token on"
@@ -440,16 +406,9 @@ NON_RESUMABLE_PARAMS: Mapping[str, tuple[Any, str]] = {
 Each parameter's name maps to the value that has no effect, and to the reason why other values are refused.
 """
 
-INTERNAL_PARAMS = frozenset(
-    {
-        "stop_strs",
-        "stop_regex_strs",
-        "stop_str_max_len",
-        "stop_regex_max_len",
-        "is_normalized",
-        "ebnf_full_assistant",
-    }
-)
+_PARSED_STOPS = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
+
+INTERNAL_PARAMS = frozenset((*_PARSED_STOPS, "is_normalized", "ebnf_full_assistant"))
 """The fields of `SamplingParams` that SGLang itself sets. Callers do not pass these fields."""
 
 

@@ -18,8 +18,6 @@ import sys
 import threading
 import time
 
-__all__ = ["LARGE_BYTES", "HeapTrimmer", "return_large_blocks_at_once"]
-
 LARGE_BYTES = 1 << 24
 """`malloc_trim` is worth its cost only after the process has freed this many bytes of candidate sets."""
 

@@ -47,7 +47,6 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry, _load_sglang
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp.batch import BatchCandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp.replay import replayed_old_logprobs, score_logits
 from sglang_topp_integrations import check_options, check_release
@@ -256,8 +255,10 @@ def packed_sets(micro_batch: Any) -> CandidateSets:
         rows.append(sets)
     ends = micro_batch["input_ids"].offsets()[1:].cpu().numpy()
     starts = ends - [len(ids) + 1 for ids in responses]  # the logits at a position score the next token
-    batch = BatchCandidateSets.from_rows(rows)
-    return batch.place(np.zeros_like(starts), starts, (1, int(ends[-1]))).sets
+    is_scored = np.zeros(int(ends[-1]), np.bool_)
+    for start, ids in zip(starts.tolist(), responses, strict=True):
+        is_scored[start : start + len(ids)] = True
+    return CandidateSets.concat(rows).place(is_scored)
 
 
 def _response_sets(requests: Sequence[_Request], output: Any) -> bytes | str:

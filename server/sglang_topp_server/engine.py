@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -38,7 +38,7 @@ from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
-from sglang_topp_server.limits import LongMessageSlots, MemoryShare
+from sglang_topp_server.limits import LongMessageSlots, MemoryShare, num_bytes_of
 from sglang_topp_server.requests import RolloutsBody, SampleCall
 
 # The prompt of the request that probes the engine. Every vocabulary has a token 0, whose meaning does not
@@ -280,45 +280,25 @@ class EngineClient:
 
     # -- samples -----------------------------------------------------------------------------------
 
-    async def samples(
-        self, request: SampleCall, share: MemoryShare, headers: Mapping[str, str]
-    ) -> AsyncGenerator[Result, None]:
-        """Yield each sample or score as it finishes, and count its memory in `share`.
-
-        If a prompt fails, yield a FailedPrompt and continue with the other prompts. Closing the iterator
-        aborts the unfinished samples in the engine.
-
-        Args:
-            request: the caller's request.
-            share: the memory of this request.
-            headers: sent with each request to the engine.
-        """
-        # The engine never waits for a slow caller: finished samples leave its connections at once.
-        finished: asyncio.Queue[Result | None] = asyncio.Queue()
-        task = asyncio.create_task(self._collect(request, share, headers, finished))
-        task.add_done_callback(lambda _: finished.put_nowait(None))
-        try:
-            while (item := await finished.get()) is not None:
-                yield item
-                # Free the yielded sample now, before this loop waits for the next sample.
-                del item
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
-
-    async def _collect(
+    async def collect(
         self,
         request: SampleCall,
         share: MemoryShare,
         headers: Mapping[str, str],
         finished: asyncio.Queue[Result | None],
     ) -> None:
-        body = request.body
-        options = replace(_OPTIONS, request_id=body.request_id or uuid.uuid4().hex, headers=headers)
-        if isinstance(body, RolloutsBody):
-            options = replace(options, on_abort=body.on_abort)
-        for rollout in request.given.values():
-            share.add(rollout)
+        """Put each sample or score into `finished` at once, and count its memory in `share`; None comes last.
+
+        The engine never waits for a slow caller. If a prompt fails, a FailedPrompt takes the place of its
+        other samples, and the other prompts go on. Canceling this method aborts the unfinished samples in the
+        engine.
+
+        Args:
+            request: the caller's request.
+            share: the memory of this request.
+            headers: sent with each request to the engine.
+            finished: receives the results.
+        """
         missing = {one.prompt_index: len(one.samples) for one in request.wanted}
 
         def fail(prompt: int, cause: Exception) -> None:
@@ -326,6 +306,12 @@ class EngineClient:
             finished.put_nowait(FailedPrompt(prompt, self._note_failure(cause)))
 
         try:
+            body = request.body
+            options = replace(_OPTIONS, request_id=body.request_id or uuid.uuid4().hex, headers=headers)
+            if isinstance(body, RolloutsBody):
+                options = replace(options, on_abort=body.on_abort)
+            for rollout in request.given.values():
+                share.change(num_bytes_of(rollout))
             async with aclosing(self._runs.stream(request.wanted, options, request.given)) as results:
                 async for (prompt, _), item in results:
                     if prompt not in missing:
@@ -336,12 +322,13 @@ class EngineClient:
                     missing[prompt] -= 1
                     if not missing[prompt]:
                         del missing[prompt]
-                    share.add(item)
+                    share.change(num_bytes_of(item))
                     finished.put_nowait(item)
                     del item
         except Exception as error:
             for prompt in list(missing):
                 fail(prompt, error)
+        finished.put_nowait(None)
 
     def _note_failure(self, error: Exception) -> SglangToppError:
         """Probe the engine again if the error casts doubt on it, and return the error for the caller."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 from starlette.datastructures import Headers
-from starlette.types import Receive
+from starlette.requests import Request
 
 from sglang_topp.errors import BadRequestError, OverloadedError, SglangToppError
 from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
@@ -24,10 +24,6 @@ from sglang_topp_server.settings import Limits
 # uvicorn buffers this many bytes of any body anyway, so smaller bodies need no place.
 _LARGE_BYTES = 1 << 16
 _MAX_LARGE_BODIES = 4
-
-
-class DisconnectedError(Exception):
-    """The caller closed the connection, so the sidecar cannot send an answer."""
 
 
 class BodyReader:
@@ -46,37 +42,33 @@ class BodyReader:
         self._places = asyncio.Semaphore(_MAX_LARGE_BODIES)
 
     @asynccontextmanager
-    async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytearray]:
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
         """Yield the whole body, which keeps its place until the `async with` block ends.
 
         Raises:
             BadRequestError: the body exceeds `max_body_bytes` (413), or takes too long (408).
-            DisconnectedError: the caller disconnected.
+            ClientDisconnect: the caller disconnected.
         """
-        length = _content_length(headers)
+        length = _content_length(request.headers)
         if length is not None and length > self._limits.max_body_bytes:
             raise self._too_long(str(length))
         async with nullcontext() if length is not None and length <= _LARGE_BYTES else self._places:
-            yield await self._receive(receive)
+            yield await self._receive(request)
 
-    async def _receive(self, receive: Receive) -> bytearray:
+    async def _receive(self, request: Request) -> bytearray:
         body, timeout_s = bytearray(), self._limits.io_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise DisconnectedError
-                    body += message.get("body", b"")
+                async for part in request.stream():
+                    body += part
                     if len(body) > self._limits.max_body_bytes:
                         raise self._too_long("more")
-                    if not message.get("more_body", False):
-                        return body
         except TimeoutError:
             raise BadRequestError(
                 f"the body: got {len(body)} bytes in {timeout_s:g} s, expected the whole body in this time",
                 status=408,
             ) from None
+        return body
 
     def _too_long(self, got: str) -> BadRequestError:
         return BadRequestError(
@@ -166,13 +158,9 @@ class MemoryShare:
         self.num_bytes = 0
         self.excess: asyncio.Future[SglangToppError] = asyncio.get_running_loop().create_future()
 
-    def add(self, sample: Rollout | Score) -> None:
-        """Count the memory of a sample that arrived from the engine."""
-        self._limit.change(self, num_bytes_of(sample))
-
-    def remove(self, num_bytes: int) -> None:
-        """Subtract `num_bytes` from the memory that the request holds."""
-        self._limit.change(self, -num_bytes)
+    def change(self, num_bytes: int) -> None:
+        """Add `num_bytes`, which may be negative, to the memory that the request holds."""
+        self._limit.change(self, num_bytes)
 
 
 class MemoryLimit:
@@ -201,7 +189,7 @@ class MemoryLimit:
             yield share
         finally:
             self._shares.discard(share)
-            share.remove(share.num_bytes)
+            share.change(-share.num_bytes)
             share.excess.cancel()
 
     def change(self, share: MemoryShare, num_bytes: int) -> None:

@@ -1,9 +1,8 @@
 """`BatchCandidateSets`: the candidate sets of all samples of a batch, in one shared `CandidateSets`.
 
-A row of a batch holds the candidate sets of one sample, one set per position. `place` moves the sets into the
-rows of a packed tensor, each of which may hold several samples.
+A row of a batch holds the candidate sets of one sample, one set per position.
 
-Shape legend: B rows, T positions over all rows, N rows and W columns of the packed tensor.
+Shape legend: B rows, T positions over all rows.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.batch.ragged_rows import as_integers
-from sglang_topp.candidates import NO_TOKEN, CandidateSets
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import indices, offsets_of
 from sglang_topp.errors import InvalidInputError
-
-__all__ = ["BatchCandidateSets", "cut", "row_index"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +116,7 @@ class BatchCandidateSets:
         Raises:
             InvalidInputError: a row index is not an integer, or is out of range.
         """
-        index, sets = row_index(rows, len(self)), self.sets
+        index, sets = indices("rows", rows, len(self)), self.sets
         candidates = sets.offsets[self.row_offsets]  # the index of each row's first candidate
         taken = CandidateSets.unchecked(
             cut(sets.token_ids, candidates, index),
@@ -129,61 +125,6 @@ class BatchCandidateSets:
             cut(sets.sampled_ids, self.row_offsets, index),
         )
         return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
-
-    def place(self, into: ArrayLike, starts: ArrayLike, shape: tuple[int, int]) -> BatchCandidateSets:
-        """Return the candidate sets in the layout of a padded [N, W] tensor: one set per tensor element.
-
-        Row `i` of this batch goes to row `into[i]` of the padded tensor, in columns `starts[i]` to
-        `starts[i] + lengths[i] - 1`. Elements outside these columns have empty candidate sets. The result
-        has N rows of W positions each. Position `row * W + column` of the result's `sets` belongs to element
-        `[row, column]` of the tensor. Candidates are neither copied nor changed.
-
-        Args:
-            into: integers [B]. Row `i` of this batch goes to row `into[i]` of the tensor.
-            starts: integers [B]. Row `i` of this batch starts in column `starts[i]` of the tensor. Row
-                `i + 1` of this batch must start after the end of row `i`: in a later row of the tensor, or in
-                a later column of the same row. If necessary, reorder the rows with `take` before `place`.
-            shape: the tensor's shape (N, W).
-
-        Raises:
-            InvalidInputError: a value is not an integer, a row does not fit in the tensor, or a row starts
-                before the end of the previous row.
-        """
-        num_rows, width = shape
-        lines, columns = as_integers("into", into, "integers"), as_integers("starts", starts, "integers")
-        if lines.shape != (len(self),) or columns.shape != (len(self),):
-            raise InvalidInputError(
-                f"into, starts: got shapes {lines.shape} and {columns.shape}, expected ({len(self)},)"
-            )
-        misfit = (lines < 0) | (lines >= num_rows) | (columns < 0) | (columns + self.lengths > width)
-        first = lines * width + columns
-        misfit[1:] |= first[1:] < (first + self.lengths)[:-1]
-        if misfit.any():
-            i = int(misfit.argmax())
-            raise InvalidInputError(
-                f"row {i} of {self.lengths[i]} positions: cannot lie at row {lines[i]}, column {columns[i]}"
-                f" of a {num_rows} x {width} field, after the row before it"
-            )
-        sizes, sampled = np.zeros(num_rows * width, np.int64), np.full(num_rows * width, NO_TOKEN, np.int32)
-        bounds = self.row_offsets.tolist()
-        for at, low, high in zip(first.tolist(), bounds[:-1], bounds[1:], strict=True):
-            sizes[at : at + high - low] = self.sets.sizes[low:high]
-            sampled[at : at + high - low] = self.sets.sampled_ids[low:high]
-        sets = CandidateSets.unchecked(self.sets.token_ids, self.sets._logprobs, offsets_of(sizes), sampled)
-        return BatchCandidateSets(sets, np.arange(num_rows + 1, dtype=np.int64) * width)
-
-
-def row_index(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
-    """Return `rows` as int64 [k], after checking that each value is from 0 to `num_rows - 1`.
-
-    Raises:
-        InvalidInputError: `rows` is not a 1-D array of integers, or an integer is out of range.
-    """
-    index = as_integers("rows", rows, "integers [any]")
-    if index.size and (index.min() < 0 or index.max() >= num_rows):
-        wrong = index[(index < 0) | (index >= num_rows)][0]
-        raise InvalidInputError(f"rows: got {wrong}, expected 0 to {num_rows - 1}")
-    return index
 
 
 def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:

@@ -20,42 +20,28 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, Protocol, TypedDict, cast
+from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang_topp.batch import ragged_rows as ragged
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.ragged_rows import (
-    RaggedRows,
-    as_integers,
-    check_lengths,
-    count_rows,
-    field_dtype,
-    filled,
-    mask_rows,
-    row_lengths,
-    to_host,
-    write_ones,
-    write_rows,
-)
+from sglang_topp.batch.ragged_rows import RaggedRows
 from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
 
-__all__ = [
-    "RLBatch",
-    "RolloutLike",
-    "Rollouts",
-    "SFTBatch",
-    "collate_rl",
-    "collate_rollouts",
-    "collate_sft",
-    "read_examples",
-    "rollout_columns",
-]
+Place: TypeAlias = tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64], tuple[int, int]]
+"""Where a batch holds its samples.
+
+`(batch, first, start, shape)`: a batch whose `sequences` hold padding; int64 [B], the index of each prompt's
+first token in the flattened `sequences`; int64 [B], the index of each response's first value in the other
+fields, flattened; and the shape of these fields.
+"""
 
 
 class RLBatch(TypedDict):
@@ -167,22 +153,8 @@ def collate_rl(
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
     """
-    samples = Rollouts.of(
-        prompts, responses, rewards, loss_masks, logprobs, candidates, fields, RLBatch.__annotations__
-    )
-    totals, rows = samples.prompt_lengths + samples.lengths, np.arange(1, len(prompts) + 1)
-    longest, width = int(totals.max()), int(samples.lengths.max())
-    first, shape = rows * longest - totals, (len(prompts), longest)
-    sequences = filled(shape, pad_token_id)
-    scored = samples.write(sequences, first, rows * width - samples.lengths, (len(prompts), width))
-    batch = cast(
-        RLBatch,
-        {
-            "sequences": torch.from_numpy(sequences),
-            "attention_mask": torch.from_numpy(write_ones(first, totals, shape)),
-            **scored,
-        },
-    )
+    rollouts = Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates)
+    batch = _collate_right_aligned(rollouts, fields, pad_token_id)
     _warn_if_long(batch, max_seq_len)
     return batch
 
@@ -221,10 +193,25 @@ def collate_rollouts(
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
     """
-    columns = rollout_columns(rollouts, rewards, candidates)
-    batch = collate_rl(**columns, fields=fields, pad_token_id=pad_token_id)
+    batch = _collate_right_aligned(Rollouts.of(rollouts, rewards, candidates), fields, pad_token_id)
     _warn_if_long(batch, max_seq_len)
     return batch
+
+
+def _collate_right_aligned(
+    rollouts: Rollouts, fields: Mapping[str, RaggedRows] | None, pad_token_id: Any
+) -> RLBatch:
+    def place(prompt_lengths: NDArray[np.int64], lengths: NDArray[np.int64]) -> Place:
+        totals, rows = prompt_lengths + lengths, np.arange(1, len(lengths) + 1)
+        longest, width = int(totals.max()), int(lengths.max())
+        first, shape = rows * longest - totals, (len(rows), longest)
+        batch = {
+            "sequences": torch.from_numpy(ragged.filled(shape, pad_token_id)),
+            "attention_mask": torch.from_numpy(ragged.write_ones(first, totals, shape)),
+        }
+        return batch, first, rows * width - lengths, (len(rows), width)
+
+    return cast(RLBatch, rollouts.collate(place, fields, RLBatch.__annotations__))
 
 
 def _warn_if_long(batch: RLBatch, max_seq_len: int | None) -> None:
@@ -240,150 +227,134 @@ def _warn_if_long(batch: RLBatch, max_seq_len: int | None) -> None:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Checked RL samples in host memory. Row i of `prompts` has P_i values, and of the other fields R_i."""
+    """RL samples: the arguments of `collate_rl` that have one row per sample."""
 
     prompts: RaggedRows
     responses: RaggedRows
-    scored: dict[str, tuple[RaggedRows, type[np.generic]]]
-    """The batch's fields with one value per response token, by name: their rows and their dtype."""
-    candidates: BatchCandidateSets | None
-    prompt_lengths: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    rewards: RaggedRows
+    loss_masks: RaggedRows
+    logprobs: RaggedRows | None
+    candidates: Sequence[CandidateSets] | None
 
     @classmethod
     def of(
         cls,
-        prompts: RaggedRows,
-        responses: RaggedRows,
-        rewards: RaggedRows,
-        loss_masks: RaggedRows,
-        logprobs: RaggedRows | None,
+        rollouts: Sequence[RolloutLike],
+        rewards: Sequence[Any],
         candidates: Sequence[CandidateSets] | None,
+    ) -> Rollouts:
+        """Check and convert the arguments of `collate_rollouts`."""
+        if not ragged.count_rows("rollouts", rollouts, "a sequence of rollouts"):
+            raise InvalidInputError("rollouts: got none, expected at least one")
+        for i, one in enumerate(rollouts):
+            if not hasattr(one, "output_ids"):
+                raise InvalidInputError(f"rollouts[{i}]: got {type(one).__name__}, expected a Rollout")
+        own = [one.candidates for one in rollouts]
+        with_sets = [sets for sets in own if sets is not None]
+        if with_sets and len(with_sets) < len(own):
+            raise InvalidInputError(
+                f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)}"
+                " rollouts have them; expected sets in all or in none"
+            )
+        return cls(
+            [one.prompt_ids for one in rollouts],
+            [one.output_ids for one in rollouts],
+            _per_token(rewards, [len(one.output_ids) for one in rollouts]),
+            [one.loss_mask for one in rollouts],
+            [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
+            candidates if candidates is not None else with_sets or None,
+        )
+
+    def collate(
+        self,
+        place: Callable[[NDArray[np.int64], NDArray[np.int64]], Place],
         fields: Mapping[str, RaggedRows] | None,
         own_names: Collection[str],
-    ) -> Rollouts:
-        """Check the arguments of `collate_rl`. No name in `fields` may be in `own_names`."""
-        prompt_lengths = row_lengths("prompts", prompts)
-        lengths = row_lengths("responses", responses, "prompts", len(prompt_lengths))
-        if (empty := np.flatnonzero((prompt_lengths == 0) & (lengths > 0))).size:
+    ) -> dict[str, Any]:
+        """Check the samples, and write them into the batch that `place` returns.
+
+        Args:
+            place: gets the lengths of the prompts and of the responses, int64 [B] each.
+            fields: as in `collate_rl`.
+            own_names: the fields of the batch. No name in `fields` may be among them.
+        """
+        prompt_lengths = ragged.row_lengths("prompts", self.prompts)
+        lengths = ragged.row_lengths("responses", self.responses, "prompts", len(prompt_lengths))
+        if (i := first_true((prompt_lengths == 0) & (lengths > 0))) is not None:
             raise InvalidInputError(
-                f"prompts[{empty[0]}]: is empty, so nothing predicts the response's first token; start it"
-                " with the tokenizer's first special token"
+                f"prompts[{i}]: is empty, so nothing predicts the response's first token; start it with the"
+                " tokenizer's first special token"
             )
-        check_lengths("rewards", rewards, lengths, "responses")
-        check_lengths("loss_masks", loss_masks, lengths, "responses")
-        scored: dict[str, tuple[RaggedRows, type[np.generic]]] = {
-            "loss_mask": (mask_rows("loss_masks", loss_masks), np.float32),
-            "rewards": (to_host(rewards), np.float32),
-        }
-        if logprobs is not None:
-            check_lengths("logprobs", logprobs, lengths, "responses")
-            scored["logprobs"] = to_host(logprobs), np.float32
-        for name, given in (fields or {}).items():
+        for name in fields or {}:
             if name in own_names:
                 raise InvalidInputError(
                     f"fields: got {name!r}, which is a field of the batch; choose another name"
                 )
-            check_lengths(name, given, lengths, "responses")
-            rows = to_host(given)
-            scored[name] = rows, field_dtype(rows)
-        sets = None
-        if candidates is not None:
-            check_lengths("candidates", candidates, lengths, "responses")
-            for i, one in enumerate(candidates):
+        scored: dict[str, RaggedRows] = {"rewards": self.rewards}
+        if self.logprobs is not None:
+            scored["logprobs"] = self.logprobs
+        scored |= fields or {}
+        for name, rows in {"loss_masks": self.loss_masks, **scored}.items():
+            ragged.check_lengths(name, rows, lengths, "responses")
+        loss_masks = ragged.mask_rows("loss_masks", self.loss_masks)
+
+        batch, first, start, shape = place(prompt_lengths, lengths)
+        sequences = batch["sequences"].numpy()
+        ragged.write_rows("prompts", ragged.to_host(self.prompts), first, sequences)
+        ragged.write_rows("responses", ragged.to_host(self.responses), first + prompt_lengths, sequences)
+        batch["response_mask"] = torch.from_numpy(ragged.write_ones(start, lengths, shape))
+        batch["loss_mask"] = torch.from_numpy(
+            ragged.write_rows("loss_masks", loss_masks, start, np.zeros(shape, np.float32))
+        )
+        for name, given in scored.items():
+            rows = ragged.to_host(given)
+            dtype = ragged.field_dtype(rows) if name in (fields or {}) else np.float32
+            batch[name] = torch.from_numpy(ragged.write_rows(name, rows, start, np.zeros(shape, dtype)))
+        if self.candidates is not None:
+            ragged.check_lengths("candidates", self.candidates, lengths, "responses")
+            for i, one in enumerate(self.candidates):
                 if not isinstance(one, CandidateSets):
                     raise InvalidInputError(
                         f"candidates[{i}]: got {type(one).__name__}, expected CandidateSets"
                     )
-            sets = BatchCandidateSets.from_rows(candidates)
-        return cls(to_host(prompts), to_host(responses), scored, sets, prompt_lengths, lengths)
-
-    def write(
-        self,
-        sequences: NDArray[np.int64],
-        first: NDArray[np.int64],
-        scored: NDArray[np.int64],
-        shape: tuple[int, int],
-    ) -> dict[str, Any]:
-        """Write the tokens to `sequences`, and return the batch's other RL fields, as tensors of `shape`.
-
-        Args:
-            sequences: int64, already filled with padding.
-            first: int64 [B], the index of each prompt's first token in the flattened `sequences`.
-            scored: int64 [B], the index of each response's first value in the other fields, flattened.
-        """
-        responses = first + self.prompt_lengths
-        write_rows("prompts", self.prompts, first, sequences)
-        write_rows("responses", self.responses, responses, sequences)
-        batch: dict[str, Any] = {"response_mask": torch.from_numpy(write_ones(scored, self.lengths, shape))}
-        for name, (rows, dtype) in self.scored.items():
-            batch[name] = torch.from_numpy(write_rows(name, rows, scored, np.zeros(shape, dtype)))
-        if self.candidates is not None:
-            spans = zip(responses.tolist(), (responses + self.lengths).tolist(), strict=True)
-            flat = sequences.reshape(-1)
-            self._check_sets(self.candidates, np.concatenate([flat[start:stop] for start, stop in spans]))
-            batch["candidates"] = self.candidates
+            batch["candidates"] = BatchCandidateSets.from_rows(self.candidates)
+            spans = zip(first + prompt_lengths, first + prompt_lengths + lengths, strict=True)
+            ids = np.concatenate([sequences.reshape(-1)[low:high] for low, high in spans])
+            _check_sets(batch["candidates"], ids, np.concatenate(loss_masks))
         return batch
 
-    def _check_sets(self, candidates: BatchCandidateSets, ids: NDArray[np.int64]) -> None:
-        """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
 
-        `ids` are the responses' tokens, sample after sample.
-        """
+def _check_sets(candidates: BatchCandidateSets, ids: NDArray[np.int64], loss_mask: NDArray[np.int8]) -> None:
+    """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
 
-        def where(position: int) -> tuple[int, int]:
-            row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
-            return row, position - int(candidates.row_offsets[row])
+    `ids` and `loss_mask` are those of the responses' tokens, sample after sample.
+    """
 
-        sets = candidates.sets
-        replayed = sets.sizes > 0
-        if (wrong := np.flatnonzero(replayed & (sets.sampled_ids != ids))).size:
-            row, t = where(int(wrong[0]))
-            raise InvalidInputError(
-                f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[wrong[0]]},"
-                f" but responses[{row}][{t}] is {ids[wrong[0]]}"
-            )
-        if (wrong := np.flatnonzero(~replayed & (np.concatenate(self.scored["loss_mask"][0]) != 0))).size:
-            row, t = where(int(wrong[0]))
-            raise InvalidInputError(
-                f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
-                " policy did not sample that token"
-            )
+    def where(position: int) -> tuple[int, int]:
+        row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
+        return row, position - int(candidates.row_offsets[row])
 
-
-def rollout_columns(
-    rollouts: Sequence[RolloutLike], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
-) -> dict[str, Any]:
-    """Check the arguments of `collate_rollouts`, and convert them to the first six of `collate_rl`."""
-    if not count_rows("rollouts", rollouts, "a sequence of rollouts"):
-        raise InvalidInputError("rollouts: got none, expected at least one")
-    if (i := next((i for i, one in enumerate(rollouts) if not hasattr(one, "output_ids")), None)) is not None:
-        raise InvalidInputError(f"rollouts[{i}]: got {type(rollouts[i]).__name__}, expected a Rollout")
-    own = [one.candidates for one in rollouts]
-    with_sets = [sets for sets in own if sets is not None]
-    if with_sets and len(with_sets) < len(own):
+    sets = candidates.sets
+    if (at := first_true((sets.sizes > 0) & (sets.sampled_ids != ids))) is not None:
+        row, t = where(at)
         raise InvalidInputError(
-            f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)} rollouts"
-            " have them; expected sets in all or in none"
+            f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[at]}, but"
+            f" responses[{row}][{t}] is {ids[at]}"
         )
-    if candidates is None and with_sets:
-        candidates = with_sets
-    return {
-        "prompts": [one.prompt_ids for one in rollouts],
-        "responses": [one.output_ids for one in rollouts],
-        "rewards": _per_token(rewards, [len(one.output_ids) for one in rollouts]),
-        "loss_masks": [one.loss_mask for one in rollouts],
-        "logprobs": [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
-        "candidates": candidates,
-    }
+    if (at := first_true((sets.sizes == 0) & (loss_mask != 0))) is not None:
+        row, t = where(at)
+        raise InvalidInputError(
+            f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
+            " policy did not sample that token"
+        )
 
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
     """Return each rollout's rewards per token. If a reward is one number, every token gets the number."""
-    if (num_rewards := count_rows("rewards", rewards, "one entry per rollout")) != len(lengths):
+    if (num_rewards := ragged.count_rows("rewards", rewards, "one entry per rollout")) != len(lengths):
         raise InvalidInputError(f"rewards: got {num_rewards}, expected {len(lengths)}, one per rollout")
     rows: list[Any] = []
-    for i, (reward, length) in enumerate(zip(to_host(rewards), lengths, strict=True)):
+    for i, (reward, length) in enumerate(zip(ragged.to_host(rewards), lengths, strict=True)):
         if np.ndim(reward):
             rows.append(reward)
         elif np.asarray(reward).dtype.kind in "biuf":
@@ -422,14 +393,14 @@ def collate_sft(
     ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
     rows, longest, width = np.arange(1, len(ids) + 1), int(lengths.max()), int(mask_lengths.max())
     first, shape = rows * longest - lengths, (len(ids), longest)
-    sequences = filled(shape, pad_token_id)
+    sequences = ragged.filled(shape, pad_token_id)
     loss_mask = np.zeros((len(ids), width), np.float32 if normalize_loss_mask else np.int64)
-    write_rows("loss_masks", masks, rows * width - mask_lengths, loss_mask)
+    ragged.write_rows("loss_masks", masks, rows * width - mask_lengths, loss_mask)
     if normalize_loss_mask:
         loss_mask *= 1 / max(1, int(np.count_nonzero(loss_mask)))
     return {
-        "sequences": torch.from_numpy(write_rows("input_ids", ids, first, sequences)),
-        "attention_mask": torch.from_numpy(write_ones(first, lengths, shape)),
+        "sequences": torch.from_numpy(ragged.write_rows("input_ids", ids, first, sequences)),
+        "attention_mask": torch.from_numpy(ragged.write_ones(first, lengths, shape)),
         "loss_mask": torch.from_numpy(loss_mask),
     }
 
@@ -441,22 +412,21 @@ def read_examples(
 
     A mask covers the last ids of its sample. It never covers the first, because nothing predicts it.
     """
-    lengths = row_lengths("input_ids", input_ids)
-    actions = as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    lengths = ragged.row_lengths("input_ids", input_ids)
+    actions = ragged.as_integers("num_actions", num_actions, f"{len(lengths)} integers")
     if len(actions) != len(lengths):
         raise InvalidInputError(
             f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"
         )
-    if (wrong := np.flatnonzero((actions < 0) | (actions > lengths))).size:
-        i = int(wrong[0])
+    if (i := first_true((actions < 0) | (actions > lengths))) is not None:
         raise InvalidInputError(
             f"num_actions[{i}]: got {actions[i]}, expected 0 to {lengths[i]}, the tokens there are"
         )
     if loss_masks is None:
         masks = [np.ones(count, np.int8) for count in actions.tolist()]
     else:
-        check_lengths("loss_masks", loss_masks, actions, "num_actions")
-        masks = mask_rows("loss_masks", loss_masks)
+        ragged.check_lengths("loss_masks", loss_masks, actions, "num_actions")
+        masks = ragged.mask_rows("loss_masks", loss_masks)
     trained = np.minimum(actions, np.maximum(lengths - 1, 0))
     masks = [mask[len(mask) - count :] for mask, count in zip(masks, trained.tolist(), strict=True)]
-    return to_host(input_ids), masks, lengths, trained
+    return ragged.to_host(input_ids), masks, lengths, trained

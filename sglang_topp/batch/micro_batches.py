@@ -17,9 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
 from sglang_topp.batch.ragged_rows import as_integers
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
-
-__all__ = ["MicroBatches", "deal_bins", "first_fit_decreasing", "split_micro_batches", "take_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +152,7 @@ def first_fit_decreasing(footprints: NDArray[np.int64], capacity: int) -> list[l
         InvalidInputError: a value of `footprints` is negative or above `capacity`. The error message names
             the sample.
     """
-    if (wrong := np.flatnonzero((footprints > capacity) | (footprints < 0))).size:
-        i = int(wrong[0])
+    if (i := first_true((footprints > capacity) | (footprints < 0))) is not None:
         raise InvalidInputError(
             f"sample {i}: needs {footprints[i]} tokens, padding included, expected at most {capacity}"
         )

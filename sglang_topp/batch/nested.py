@@ -19,11 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets, cut, row_index
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets, cut
+from sglang_topp.candidates.csr_operations import indices, offsets_of
 from sglang_topp.errors import InvalidInputError
-
-__all__ = ["NestedBatch", "NestedFieldSpec", "nest_batch", "unnest_batch"]
 
 # Elements are compared and copied as bit patterns: -0.0 differs from 0.0, and a NaN equals itself.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,7 +37,8 @@ class NestedFieldSpec:
         droppable: whether elements other than `pad` are dropped where the mask is 0. If true, `unnest_batch`
             replaces these elements with `pad`. If false, `unnest_batch` restores these elements exactly.
         columns: the index of the dimension that matches the mask's columns. For example, pass 2 for
-            `position_ids` [B, 3, W], which hold three position ids per token.
+            `position_ids` [B, 3, W], which hold three position ids per token. Rows are always dimension 0:
+            nest `position_ids.transpose(0, 1)` if they are [3, B, W].
     """
 
     mask: str
@@ -74,20 +73,26 @@ class _Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class _Field:
-    """The values of one tensor as a NumPy array, which pickle protocol 5 transfers without a copy."""
+class _Tensor:
+    """The values of a whole tensor as a NumPy array, which pickle protocol 5 transfers without a copy."""
 
     values: NDArray[Any]
-    """The bits of the kept values [n, *rest], or of a whole tensor [B, *rest]."""
+    """[B, *rest], as bit patterns."""
     dtype: torch.dtype
-    mask: _Mask | None = None
-    """The field's mask, which other fields may share, or None for a whole tensor."""
-    pad: int = 0
-    """The pad value's bit pattern."""
-    columns: int = 1
 
 
 @dataclass(frozen=True, eq=False)
+class _Field(_Tensor):
+    """The kept values [n, *rest] of a nested field."""
+
+    mask: _Mask
+    """The field's mask, which other fields may share."""
+    pad: int
+    """The pad value's bit pattern."""
+    columns: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class NestedBatch:
     """A batch whose padded fields are stored without padding, as kept values and masks.
 
@@ -95,23 +100,13 @@ class NestedBatch:
     and picklable. `batch[a:b]`, `take`, and `chunk` select rows. Tensors that are not nested are not copied,
     and pickle protocol 5 transfers them without a copy.
 
-    `dense` and `outside` always describe the whole batch that `nest_batch` received, even after `take`.
-
     Attributes:
         num_rows: the number of rows B.
-        dense: the padded tensors with two or more dimensions that are not nested. Each tensor's name maps to
-            a text with the tensor's shape, dtype, and size in bytes. The tensor `b` in an inner TensorDict
-            `a` has the name `a.b`.
-        outside: the fields that have stray values: values other than `pad` where the mask is 0. Each field's
-            name maps to the number of rows and columns with stray values. To drop the stray values, set
-            `droppable` in the field's `NestedFieldSpec`.
     """
 
     num_rows: int
-    dense: Mapping[str, str]
-    outside: Mapping[str, int]
     _entries: Mapping[str, Any]
-    """Each entry of the batch, in order: a `_Field`, or the value itself."""
+    """Each entry of the batch, in order: a `_Field`, a `_Tensor`, or the value itself."""
     _by_rows: frozenset[str]
     """The values in `_entries` that have one element per row."""
     _is_tensordict: bool
@@ -119,10 +114,6 @@ class NestedBatch:
     def __len__(self) -> int:
         """Return the number of rows B."""
         return self.num_rows
-
-    def __repr__(self) -> str:
-        stayed = f", dense: {', '.join(self.dense)}" if self.dense else ""
-        return f"NestedBatch({self.num_rows} rows, {len(self._nested())} nested fields{stayed})"
 
     @property
     def nbytes(self) -> int:
@@ -146,16 +137,16 @@ class NestedBatch:
         Raises:
             InvalidInputError: `rows` are not integers, or a row is out of range.
         """
-        index = row_index(rows, self.num_rows)
+        index = indices("rows", rows, self.num_rows)
         masks = {mask: mask.take(index) for mask in self._masks()}
 
         def part(name: str, entry: Any) -> Any:
-            if not isinstance(entry, _Field):
-                return _take(entry, index) if name in self._by_rows else entry
-            if entry.mask is None:
+            if isinstance(entry, _Field):
+                values = cut(entry.values, entry.mask.offsets, index)
+                return replace(entry, values=values, mask=masks[entry.mask])
+            if isinstance(entry, _Tensor):
                 return replace(entry, values=_take(entry.values, index))
-            values = cut(entry.values, entry.mask.offsets, index)
-            return replace(entry, values=values, mask=masks[entry.mask])
+            return _take(entry, index) if name in self._by_rows else entry
 
         entries = {name: part(name, entry) for name, entry in self._entries.items()}
         return replace(self, num_rows=len(index), _entries=entries)
@@ -170,8 +161,8 @@ class NestedBatch:
         Raises:
             InvalidInputError: `name` is not a field that is stored without padding.
         """
-        field, mask = self._nested_field(name)
-        return _jagged(torch.from_numpy(field.values.copy()).view(field.dtype), mask.offsets)
+        field = self._field(name)
+        return _jagged(torch.from_numpy(field.values.copy()).view(field.dtype), field.mask.offsets)
 
     def padded(self, values: torch.Tensor, like: str) -> torch.Tensor:
         """Return `values` as a padded tensor, with 0 wherever `jagged(like)` has no value.
@@ -191,8 +182,8 @@ class NestedBatch:
                 fewer values than `jagged(like)`. If one row of a jagged tensor has the wrong length, the
                 error message names this row.
         """
-        _, mask = self._nested_field(like)
-        lengths, flat = np.diff(mask.offsets), values
+        mask, flat = self._field(like).mask, values
+        lengths = np.diff(mask.offsets)
         if _is_jagged(values):
             if len(values) != len(lengths) or not isinstance(values.shape[1], torch.SymInt):
                 raise InvalidInputError(
@@ -215,17 +206,16 @@ class NestedBatch:
         out = flat.new_zeros(len(lengths) * mask.width, *flat.shape[1:])
         return out.index_copy(0, kept, flat).view(len(lengths), mask.width, *flat.shape[1:])
 
-    def _nested(self) -> dict[str, tuple[_Field, _Mask]]:
-        fields = {name: entry for name, entry in self._entries.items() if isinstance(entry, _Field)}
-        return {name: (field, field.mask) for name, field in fields.items() if field.mask is not None}
+    def _fields(self) -> dict[str, _Field]:
+        return {name: entry for name, entry in self._entries.items() if isinstance(entry, _Field)}
 
     def _masks(self) -> set[_Mask]:
-        return {mask for _, mask in self._nested().values()}
+        return {field.mask for field in self._fields().values()}
 
-    def _nested_field(self, name: str) -> tuple[_Field, _Mask]:
-        if name not in (nested := self._nested()):
-            raise InvalidInputError(f"{name}: is not a nested field; there are {', '.join(nested) or 'none'}")
-        return nested[name]
+    def _field(self, name: str) -> _Field:
+        if name not in (fields := self._fields()):
+            raise InvalidInputError(f"{name}: is not a nested field; there are {', '.join(fields) or 'none'}")
+        return fields[name]
 
 
 def nest_batch(
@@ -250,41 +240,44 @@ def nest_batch(
             that is not in `fields` is an error. The message gives the shape, dtype, and size of each of these
             tensors.
     """
-    specs = {name: NestedFieldSpec(spec) if isinstance(spec, str) else spec for name, spec in fields.items()}
     entries = _entries_of(batch)
-    num_rows = _count_rows(entries)
-    keeps = {name: _mask_of(entries, name) for name in dict.fromkeys(spec.mask for spec in specs.values())}
-    made = {name: _Mask.of(keep) for name, keep in keeps.items()}
-    kept: dict[str, _Field] = {}
-    outside: dict[str, int] = {}
-    for name, spec in specs.items():
-        keep, (mask, index) = keeps[spec.mask], made[spec.mask]
-        bits, dtype = _bits_of(entries, name, mask.width, spec.columns), entries[name].dtype
-        flat, pad = bits.reshape(keep.size, *bits.shape[2:]), _pad_bits(name, dtype, spec.pad)
+    sizes = {name: size for name, value in entries.items() if (size := _num_rows(name, value)) is not None}
+    if not sizes:
+        raise InvalidInputError("batch: got no tensors with rows")
+    first, num_rows = next(iter(sizes.items()))
+    for name, size in sizes.items():
+        if size != num_rows:
+            raise InvalidInputError(f"{name}: got {size} rows, expected {num_rows}, as in {first}")
+    masks: dict[str, tuple[NDArray[np.bool_], _Mask, NDArray[np.int64]]] = {}
+    whole = dict(entries)
+    for name, given in fields.items():
+        spec = NestedFieldSpec(given) if isinstance(given, str) else given
+        if spec.mask not in masks:
+            masks[spec.mask] = (keep := _mask_of(entries, spec.mask), *_Mask.of(keep))
+        keep, mask, index = masks[spec.mask]
+        tensor = _padded_field(entries, name)
+        bits, pad = _bits_by_column(name, tensor, mask.width, spec.columns), _pad_bits(name, tensor, spec.pad)
+        flat = bits.reshape(keep.size, *bits.shape[2:])
         values = flat[index]
         # An integer mask is 0 wherever it keeps nothing.
-        is_own_mask = name == spec.mask and pad == 0 and not dtype.is_floating_point
+        is_own_mask = name == spec.mask and pad == 0 and not tensor.dtype.is_floating_point
         if not (spec.droppable or is_own_mask) and _count_other(bits, pad) != _count_other(values, pad):
             keep = keep | (bits != pad).reshape(*bits.shape[:2], -1).any(axis=2)
-            num_masked = len(index)
             mask, index = _Mask.of(keep)
-            outside[name] = len(index) - num_masked
             values = flat[index]
-        kept[name] = _Field(values, dtype, mask, pad, spec.columns)
-
-    dense: dict[str, str] = {}
-    for name, value in entries.items():
-        if name not in kept:
-            for path, tensor in _with_columns(name, value):
-                dense[path] = f"{list(tensor.shape)} {tensor.dtype} {tensor.nbytes} bytes"
-            if _is_plain(name, value):
-                kept[name] = _Field(_as_bits(value), value.dtype)
-    if strict and dense:
-        listed = "; ".join(f"{name} {words}" for name, words in dense.items())
-        raise InvalidInputError(f"fields: these tensors stayed dense, name them or drop them: {listed}")
-    by_rows = frozenset(name for name, value in entries.items() if _has_rows(value, num_rows))
-    whole = {name: kept.get(name, value) for name, value in entries.items()}
-    return NestedBatch(num_rows, dense, outside, whole, by_rows, _is_tensordict(batch))
+        whole[name] = _Field(values, tensor.dtype, mask, pad, spec.columns)
+    others = {name: value for name, value in entries.items() if name not in fields}
+    if strict and (
+        dense := [words for name, value in others.items() for words in _with_columns(name, value)]
+    ):
+        raise InvalidInputError(
+            f"fields: these tensors stayed dense, name them or drop them: {'; '.join(dense)}"
+        )
+    whole |= {name: _Tensor(_as_bits(one), one.dtype) for name, one in others.items() if _is_plain(one)}
+    by_rows = frozenset(
+        name for name, value in entries.items() if name in sizes or _has_rows(value, num_rows)
+    )
+    return NestedBatch(num_rows, whole, by_rows, _is_tensordict(batch))
 
 
 def unnest_batch(nested: NestedBatch) -> Any:
@@ -299,11 +292,12 @@ def unnest_batch(nested: NestedBatch) -> Any:
     kept = {mask: mask.kept() for mask in nested._masks()}
 
     def restored(entry: Any) -> Any:
-        if not isinstance(entry, _Field):
+        if not isinstance(entry, _Tensor):
             return entry
-        if (mask := entry.mask) is None:
+        if not isinstance(entry, _Field):
             array = entry.values if entry.values.flags.writeable else entry.values.copy()
             return torch.from_numpy(array).view(entry.dtype)
+        mask = entry.mask
         rest = entry.values.shape[1:]
         # `np.zeros` gets memory that is already zero, so the padding need not be written.
         flat = np.zeros((nested.num_rows * mask.width, *rest), entry.values.dtype)
@@ -350,27 +344,23 @@ def _is_tensordict(value: Any) -> bool:
     return module is not None and bool(module.is_tensor_collection(value))
 
 
-def _count_rows(entries: Mapping[str, Any]) -> int:
-    sizes = {
-        name: len(value)
-        for name, value in entries.items()
-        if isinstance(value, BatchCandidateSets) or _is_jagged(value) or _is_padded(name, value)
-    }
-    if not sizes:
-        raise InvalidInputError("batch: got no tensors with rows")
-    first = next(iter(sizes))
-    for name, size in sizes.items():
-        if size != sizes[first]:
-            # The rows of a tensor such as `position_ids` [3, B, W] are dimension 1.
-            pairs = ((name, sizes[first]), (first, size))
-            turned = [one for one, rows in pairs if getattr(entries[one], "shape", ())[1:2] == (rows,)]
-            hint = (
-                f"; if the rows of {turned[0]} are dimension 1, pass {turned[0]}.transpose(0, 1)"
-                if turned
-                else ""
-            )
-            raise InvalidInputError(f"{name}: got {size} rows, expected {sizes[first]}, as in {first}{hint}")
-    return sizes[first]
+def _num_rows(name: str, value: Any) -> int | None:
+    """Return the number of rows of candidate sets or of a tensor, or None for other values.
+
+    Raises:
+        InvalidInputError: `value` is a tensor that cannot be cut by rows, such as a sparse tensor.
+    """
+    if isinstance(value, BatchCandidateSets) or _is_jagged(value):
+        return len(value)
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return None
+    if value.is_nested or value.layout != torch.strided:
+        kind = "nested tensor" if value.is_nested else "tensor"
+        raise InvalidInputError(
+            f"{name}: got a {kind} of layout {value.layout}, which cannot be cut by rows; expected a padded"
+            " tensor, or a nested one with layout=torch.jagged"
+        )
+    return len(value)
 
 
 def _is_jagged(value: Any) -> bool:
@@ -378,45 +368,28 @@ def _is_jagged(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.jagged
 
 
-def _is_padded(name: str, value: Any) -> bool:
-    """Return whether `value` is a padded tensor: strided, with the rows in dimension 0, on any device.
-
-    Raises:
-        InvalidInputError: `value` is a tensor that cannot be sliced by rows, such as a sparse tensor.
-    """
-    if not isinstance(value, torch.Tensor) or not value.ndim or _is_jagged(value):
-        return False
-    if value.is_nested or value.layout != torch.strided:
-        kind = "nested tensor" if value.is_nested else "tensor"
-        raise InvalidInputError(
-            f"{name}: got a {kind} of layout {value.layout}, which cannot be cut by rows; expected a padded"
-            " tensor, or a nested one with layout=torch.jagged"
-        )
-    return True
-
-
-def _is_plain(name: str, value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Return whether `value` is a padded CPU tensor that NumPy can view."""
-    return _is_padded(name, value) and value.device.type == "cpu" and value.itemsize in _BITS
+    if not isinstance(value, torch.Tensor) or _is_jagged(value):
+        return False
+    return value.ndim > 0 and value.device.type == "cpu" and value.itemsize in _BITS
 
 
-def _with_columns(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor for each padded tensor [B, W, ...] in the batch entry `value`."""
+def _with_columns(name: str, value: Any) -> Iterator[str]:
+    """Describe each padded tensor [B, W, ...] in the batch entry `value`."""
     if isinstance(value, torch.Tensor):
         if value.ndim > 1 and not _is_jagged(value):
-            yield name, value
+            yield f"{name} {list(value.shape)} {value.dtype} {value.nbytes} bytes"
     elif _is_tensordict(value):
         for inner, part in value.items():
             yield from _with_columns(f"{name}.{inner}", part)
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:
+    """Return whether a value other than those of `_num_rows` has one element per row."""
     # `type(value) is tuple` excludes named tuples, which hold fields instead of rows.
-    if isinstance(value, BatchCandidateSets | list) or type(value) is tuple:
-        return len(value) == num_rows
-    if isinstance(value, torch.Tensor | np.ndarray) or _is_tensordict(value):
-        return bool(value.ndim > 0 and value.shape[0] == num_rows)
-    return False
+    is_sequence = isinstance(value, list | np.ndarray) or type(value) is tuple or _is_tensordict(value)
+    return is_sequence and getattr(value, "ndim", 1) > 0 and len(value) == num_rows
 
 
 def _take(value: Any, rows: NDArray[np.int64]) -> Any:
@@ -453,7 +426,7 @@ def _jagged(values: torch.Tensor, offsets: NDArray[np.int64], ragged: int = 1) -
 
 
 def _nbytes(entry: Any) -> int:
-    if isinstance(entry, _Field):
+    if isinstance(entry, _Tensor):
         return entry.values.nbytes
     if isinstance(entry, BatchCandidateSets):
         return entry.nbytes
@@ -467,12 +440,9 @@ def _padded_field(entries: Mapping[str, Any], name: str) -> torch.Tensor:
     if name not in entries:
         raise InvalidInputError(f"{name}: is not in the batch; there are {', '.join(entries)}")
     value = entries[name]
-    if not _is_plain(name, value) or value.ndim < 2:
-        got = (
-            f"{value.dtype} {list(value.shape)} on {value.device}"
-            if isinstance(value, torch.Tensor)
-            else type(value)
-        )
+    if not _is_plain(value) or value.ndim < 2:
+        is_tensor = isinstance(value, torch.Tensor)
+        got = f"{value.dtype} {list(value.shape)} on {value.device}" if is_tensor else type(value)
         raise InvalidInputError(f"{name}: got {got}, expected a padded CPU tensor of two or more dimensions")
     tensor: torch.Tensor = value
     return tensor
@@ -487,19 +457,16 @@ def _mask_of(entries: Mapping[str, Any], name: str) -> NDArray[np.bool_]:
     return keep
 
 
-def _bits_of(entries: Mapping[str, Any], name: str, mask_width: int, columns: int) -> NDArray[Any]:
-    """Return the bit patterns of field `name` as [B, W, *rest], with dimension `columns` moved to index 1."""
-    tensor = _padded_field(entries, name)
+def _bits_by_column(name: str, tensor: torch.Tensor, mask_width: int, columns: int) -> NDArray[Any]:
+    """Return the bit patterns of a field as [B, W, *rest], with dimension `columns` moved to index 1."""
     if not 1 <= columns < tensor.ndim:
         raise InvalidInputError(
             f"{name}: got columns={columns}, expected a dimension from 1 to {tensor.ndim - 1}"
         )
     if (width := tensor.shape[columns]) != mask_width:
-        fitting = [dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == mask_width]
-        hint = (
-            f"; for its dimension {fitting[0]}, pass NestedFieldSpec(columns={fitting[0]})" if fitting else ""
+        raise InvalidInputError(
+            f"{name}: got {width} columns, expected {mask_width}, as its mask has; see its spec's `columns`"
         )
-        raise InvalidInputError(f"{name}: got {width} columns, expected {mask_width}, as its mask has{hint}")
     return np.ascontiguousarray(np.moveaxis(_as_bits(tensor), columns, 1))
 
 
@@ -510,7 +477,8 @@ def _as_bits(tensor: torch.Tensor) -> NDArray[Any]:
     return bits
 
 
-def _pad_bits(name: str, dtype: torch.dtype, pad: float) -> int:
+def _pad_bits(name: str, tensor: torch.Tensor, pad: float) -> int:
+    dtype = tensor.dtype
     try:
         value = torch.tensor(pad, dtype=dtype)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:

@@ -30,14 +30,13 @@ import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.collate import RolloutLike, Rollouts, read_examples, rollout_columns
+from sglang_topp.batch.collate import Place, RolloutLike, Rollouts, read_examples
 from sglang_topp.batch.micro_batches import deal_bins
 from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, write_ones, write_rows
 from sglang_topp.candidates import CandidateSets
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.row_selection import Layout
-
-__all__ = ["PackedBatch", "PackedCollator"]
 
 
 class PackedBatch(TypedDict):
@@ -71,6 +70,10 @@ class PackedBatch(TypedDict):
     samples, int32 [1]: the number 1."""
     samples: list[torch.Tensor]
     """For each row, int64 [samples]: the indices of the row's samples, in order."""
+    layouts: list[Layout]
+    """For each row, the layout of its hidden states on context-parallel rank 0. On rank r, use
+    `dataclasses.replace(layout, cp_rank=r)`. `Layout.select_rows` takes the prompt and response lengths of
+    the row's samples, in the order of `samples`, and refuses samples of other lengths."""
     response_mask: NotRequired[torch.Tensor]
     """RL only: int64 [N, W], 1 in the columns that predict response tokens."""
     rewards: NotRequired[torch.Tensor]
@@ -138,17 +141,6 @@ class PackedCollator:
         """Every row is padded to a multiple of this number of columns."""
         return self.fp8_multiple * self.sequence_multiple
 
-    def layout(self, batch: PackedBatch, row: int, cp_rank: int = 0) -> Layout:
-        """Return the layout of a row's hidden states on one context-parallel rank.
-
-        `Layout.select_rows` takes the prompt and response lengths of the row's samples, in the order of
-        `batch["samples"][row]`. It refuses samples of other lengths.
-        """
-        lengths = batch["seq_lengths"][row][: len(batch["samples"][row])]
-        return Layout(
-            cp_size=self.cp_size, cp_rank=cp_rank, cu_seqlens=batch["cu_seqlens"][row], seq_lengths=lengths
-        )
-
     def collate_sft(
         self, input_ids: RaggedRows, num_actions: Sequence[int], loss_masks: RaggedRows | None = None
     ) -> PackedBatch:
@@ -184,17 +176,7 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rl`), a sample is empty,
                 or a sample is longer than `max_tokens` after alignment.
         """
-        samples = Rollouts.of(
-            prompts, responses, rewards, loss_masks, logprobs, candidates, fields, PackedBatch.__annotations__
-        )
-        batch, first = self._pack("prompts", samples.prompt_lengths + samples.lengths)
-        scored, sequences = first + samples.prompt_lengths - 1, batch["sequences"].numpy()
-        cast(dict[str, Any], batch).update(samples.write(sequences, first, scored, sequences.shape))
-        if "candidates" in batch:
-            order = torch.cat(batch["samples"]).numpy()
-            into, starts = np.divmod(scored[order], sequences.shape[1])
-            batch["candidates"] = batch["candidates"].take(order).place(into, starts, sequences.shape)
-        return batch
+        return self._collate(Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates), fields)
 
     def collate_rollouts(
         self,
@@ -210,15 +192,29 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rollouts`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
         """
-        return self.collate_rl(**rollout_columns(rollouts, rewards, candidates), fields=fields)
+        return self._collate(Rollouts.of(rollouts, rewards, candidates), fields)
+
+    def _collate(self, rollouts: Rollouts, fields: Mapping[str, RaggedRows] | None) -> PackedBatch:
+        def place(prompt_lengths: NDArray[np.int64], lengths: NDArray[np.int64]) -> Place:
+            packed, first = self._pack("prompts", prompt_lengths + lengths)
+            shape = packed["sequences"].numpy().shape
+            return cast(dict[str, Any], packed), first, first + prompt_lengths - 1, shape
+
+        batch = cast(PackedBatch, rollouts.collate(place, fields, PackedBatch.__annotations__))
+        if "candidates" in batch:
+            in_order = batch["candidates"].take(torch.cat(batch["samples"]).numpy())
+            is_response = batch["response_mask"].numpy() != 0
+            edges = np.arange(len(is_response) + 1, dtype=np.int64) * is_response.shape[1]
+            batch["candidates"] = BatchCandidateSets(in_order.sets.place(is_response), edges)
+        return batch
 
     def _pack(self, name: str, lengths: NDArray[np.int64]) -> tuple[PackedBatch, NDArray[np.int64]]:
         """Return a batch without tokens and losses, and the index of each sample's first column, flattened.
 
         `lengths` holds each sample's number of tokens. `name` is the field that has them.
         """
-        if (empty := np.flatnonzero(lengths == 0)).size:
-            raise InvalidInputError(f"{name}[{empty[0]}]: is empty, expected at least one token to pack")
+        if (i := first_true(lengths == 0)) is not None:
+            raise InvalidInputError(f"{name}[{i}]: is empty, expected at least one token to pack")
         footprints = _round_up(lengths, self.sequence_multiple)
         capacity = self.max_tokens // self.row_multiple * self.row_multiple
         dealt = [bin_ for shard in deal_bins(footprints, capacity, self.dp_size) for bin_ in shard]
@@ -243,20 +239,24 @@ class PackedCollator:
         write_rows("position_ids", [count[:length] for length in lengths.tolist()], first, position_ids)
         attention_mask = is_token.astype(np.int64)
         attention_mask[[not len(members) for members in bins], 0] = 1
-        edges = zip(columns, row_lengths.tolist(), strict=True)
+        edges = [
+            [*(starts.tolist() or [0]), stop]
+            for starts, stop in zip(columns, row_lengths.tolist(), strict=True)
+        ]
+        held = [lengths[members].tolist() for members in bins]
         batch: PackedBatch = {
             "sequences": torch.from_numpy(sequences),
             "attention_mask": torch.from_numpy(attention_mask),
             "position_ids": torch.from_numpy(position_ids),
             "loss_mask": torch.from_numpy(np.zeros(shape, np.float32)),
             "row_lengths": torch.from_numpy(row_lengths),
-            "cu_seqlens": [
-                torch.tensor([*(starts.tolist() or [0]), stop], dtype=torch.int32) for starts, stop in edges
-            ],
-            "seq_lengths": [
-                torch.tensor(lengths[members].tolist() or [1], dtype=torch.int32) for members in bins
-            ],
+            "cu_seqlens": [torch.tensor(one, dtype=torch.int32) for one in edges],
+            "seq_lengths": [torch.tensor(one or [1], dtype=torch.int32) for one in held],
             "samples": [torch.from_numpy(members) for members in bins],
+            "layouts": [
+                Layout(cp_size=self.cp_size, cu_seqlens=cu_seqlens, seq_lengths=seq_lengths)
+                for cu_seqlens, seq_lengths in zip(edges, held, strict=True)
+            ],
         }
         return batch, first
 

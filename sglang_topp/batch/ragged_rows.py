@@ -18,26 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from sglang_topp.candidates.csr_operations import offsets_of
+from sglang_topp.candidates.csr_operations import first_true, integer_array, offsets_of
 from sglang_topp.candidates.torch_tensors import to_numpy
 from sglang_topp.errors import InvalidInputError
-
-__all__ = [
-    "RaggedRows",
-    "as_integer",
-    "as_integers",
-    "check_lengths",
-    "count_rows",
-    "field_dtype",
-    "filled",
-    "mask_rows",
-    "pack_loss_mask",
-    "row_lengths",
-    "to_host",
-    "unpack_loss_masks",
-    "write_ones",
-    "write_rows",
-]
 
 RaggedRows: TypeAlias = Sequence[Any]
 """One entry per sample: a list, a 1-D array, or a 1-D tensor on any device."""
@@ -76,19 +59,9 @@ def filled(shape: tuple[int, int], pad_token_id: Any) -> NDArray[np.int64]:
 
 
 def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Check that `values` is a 1-D array or list of integers, possibly empty. Return a 1-D int64 array.
-
-    Raises:
-        InvalidInputError: `values` is not a 1-D array of integers. The error message contains
-            `expected`, the caller's description of the valid values.
-    """
-    try:
-        array = to_numpy(values)
-    except ValueError as error:  # `values` holds lists of different lengths
-        raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
-    return array.astype(np.int64)
+    """Return a list, array, or tensor of integers on any device as int64 [k]; see `integer_array`."""
+    on_host = values.cpu() if isinstance(values, torch.Tensor) else values
+    return integer_array(name, on_host, expected).astype(np.int64)
 
 
 def count_rows(name: str, rows: RaggedRows, expected: str) -> int:
@@ -131,8 +104,7 @@ def row_lengths(
 def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: str) -> None:
     """Raise InvalidInputError unless row i has `expected[i]` values, as in the field `of`."""
     lengths = row_lengths(name, rows, of, len(expected))
-    if (wrong := np.flatnonzero(lengths != expected)).size:
-        i = int(wrong[0])
+    if (i := first_true(lengths != expected)) is not None:
         raise InvalidInputError(
             f"{name}[{i}]: got {lengths[i]} values, expected {expected[i]}, as in {of}[{i}]"
         )
@@ -267,10 +239,11 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.int8]]:
         arrays.append(array if array.size else arrays[0])
     # Check all masks at once: a check of each would take longer than the conversion.
     flat, offsets = np.concatenate(arrays), offsets_of([len(one) for one in arrays[1:]])
-    if (wrong := np.flatnonzero((flat != 0) & (flat != 1))).size:
-        i = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
-        at = int(wrong[0] - offsets[i])
-        raise InvalidInputError(f"{name}[{i}]: got {arrays[i + 1][at]} at token {at}, expected 0 or 1")
+    if (wrong := first_true((flat != 0) & (flat != 1))) is not None:
+        i = int(np.searchsorted(offsets, wrong, side="right")) - 1
+        raise InvalidInputError(
+            f"{name}[{i}]: got {flat[wrong]} at token {wrong - offsets[i]}, expected 0 or 1"
+        )
     values = flat.astype(np.int8)
     return [values[start:stop] for start, stop in pairwise(offsets.tolist())]
 

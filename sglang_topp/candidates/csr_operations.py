@@ -9,18 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "blocks_of",
-    "first_true",
-    "log_sum_exp",
-    "offsets_of",
-    "row_keys",
-    "rows_of",
-    "sorted_by_id",
-    "sorted_by_logprob",
-]
+from sglang_topp.errors import InvalidInputError
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -30,7 +21,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 _AT_ONCE = 1 << 16
 
 
-def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
+def offsets_of(sizes: Sequence[int] | NDArray[np.integer[Any] | np.bool_]) -> Int64Array:
     """Return int64 [T + 1]: the CSR offsets of T rows of the given sizes, from 0 to the sum of the sizes."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -127,3 +118,31 @@ def first_true(mask: NDArray[np.bool_]) -> int | None:
         return None
     index = int(mask.argmax())
     return index if mask[index] else None
+
+
+def integer_array(name: str, values: ArrayLike, expected: str) -> NDArray[np.integer[Any]]:
+    """Return a list or array of integers, possibly empty, as a 1-D array.
+
+    Raises:
+        InvalidInputError: `values` is not a list or 1-D array of integers. The message has their `name`, and
+            says what is `expected`.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # `values` holds lists of different lengths
+        raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")
+    return array
+
+
+def indices(name: str, values: ArrayLike, limit: int) -> Int64Array:
+    """Return `values` as int64 [k], each from 0 to `limit - 1`.
+
+    Raises:
+        InvalidInputError: `values` is not a list or 1-D array of integers, or an integer is out of range.
+    """
+    index = integer_array(name, values, "integers [any]")
+    if (i := first_true((index < 0) | (index >= limit))) is not None:
+        raise InvalidInputError(f"{name}: got {index[i]}, expected 0 to {limit - 1}")
+    return index.astype(np.int64)

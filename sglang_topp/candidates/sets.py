@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates.csr_operations import (
-    Int32Array,
-    Int64Array,
-    blocks_of,
-    first_true,
-    log_sum_exp,
-    offsets_of,
-    row_keys,
-    rows_of,
-    sorted_by_id,
-)
+from sglang_topp.candidates import csr_operations as csr
+from sglang_topp.candidates.csr_operations import Int32Array, Int64Array
 from sglang_topp.candidates.validation import (
     BFLOAT16_MASS_ERROR,
     MASS_ERROR,
@@ -40,8 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_topp.candidates.torch_tensors import CandidateTensors
-
-__all__ = ["NO_TOKEN", "CandidateSets"]
 
 Float32Array: TypeAlias = NDArray[np.float32]
 
@@ -114,13 +103,8 @@ class CandidateSets:
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
             logprobs = np.empty(0, np.float32)  # without candidates, `has_logprobs` is True
-        arrays = {
-            "token_ids": token_ids,
-            "_logprobs": logprobs,
-            "offsets": offsets,
-            "sampled_ids": sampled_ids,
-        }
-        for name, array in arrays.items():
+        names = "token_ids", "_logprobs", "offsets", "sampled_ids"
+        for name, array in zip(names, (token_ids, logprobs, offsets, sampled_ids), strict=True):
             object.__setattr__(self, name, None if array is None else _read_only(array.view()))
 
     @classmethod
@@ -202,7 +186,7 @@ class CandidateSets:
     @cached_property
     def _log_mass(self) -> NDArray[np.float64]:
         """float64 [T]: `logprob_sum` before it is rounded to float32."""
-        return log_sum_exp(self.logprobs, self.offsets)
+        return csr.log_sum_exp(self.logprobs, self.offsets)
 
     @cached_property
     def masked_logprobs(self) -> Float32Array:
@@ -219,10 +203,10 @@ class CandidateSets:
         """float32 [T]: the sampled token's log-prob under the full vocabulary, 0 for an empty set."""
         logprobs = self.logprobs
         out = np.zeros(len(self), np.float32)
-        for block in blocks_of(self.offsets):
+        for block in csr.blocks_of(self.offsets):
             offsets = self.offsets[block.start : block.stop + 1]
             span = slice(offsets[0], offsets[-1])
-            sampled = self.sampled_ids[block].take(rows_of(offsets - offsets[0]))
+            sampled = self.sampled_ids[block].take(csr.rows_of(offsets - offsets[0]))
             out[block][self.sizes[block] > 0] = logprobs[span][self.token_ids[span] == sampled]
         return _read_only(out)
 
@@ -313,7 +297,7 @@ class CandidateSets:
                 f"{name}[{lacking[0]}]: has no log-probs, and {name}[{known[0]}] has; expected all to have"
                 " them, or none (`without_logprobs()`)"
             )
-        starts = offsets_of([len(part.token_ids) for part in parts]).tolist()
+        starts = csr.offsets_of([len(part.token_ids) for part in parts]).tolist()
         offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
         return cls.unchecked(
             np.concatenate([part.token_ids for part in parts]),
@@ -322,9 +306,28 @@ class CandidateSets:
             np.concatenate([part.sampled_ids for part in parts]),
         )
 
+    def place(self, mask: NDArray[np.bool_]) -> CandidateSets:
+        """Return one set per element of `mask`: these T sets, in order, where it is true, or else empty sets.
+
+        The sets of a padded or packed batch thus line up with its other fields. Candidates are not copied.
+
+        Args:
+            mask: booleans of any shape, true at T elements. The sets follow its elements in row-major order.
+
+        Raises:
+            InvalidInputError: `mask` does not hold booleans, or is not true at exactly T elements.
+        """
+        if mask.dtype != np.bool_ or (num_true := np.count_nonzero(mask)) != len(self):
+            got = mask.dtype if mask.dtype != np.bool_ else f"{num_true} true elements"
+            raise InvalidInputError(f"mask: got {got}, expected booleans with {len(self)} true elements")
+        sizes, sampled = np.zeros(mask.shape, np.int64), np.full(mask.shape, NO_TOKEN, np.int32)
+        sizes[mask], sampled[mask] = self.sizes, self.sampled_ids
+        offsets = csr.offsets_of(sizes.reshape(-1))
+        return CandidateSets.unchecked(self.token_ids, self._logprobs, offsets, sampled.reshape(-1))
+
     def without_logprobs(self) -> CandidateSets:
         """Return the same candidates without log-probs, ordered by token id at each position."""
-        token_ids = sorted_by_id(rows_of(self.offsets), self.token_ids)
+        token_ids = csr.sorted_by_id(csr.rows_of(self.offsets), self.token_ids)
         return CandidateSets.unchecked(token_ids, None, self.offsets, self.sampled_ids)
 
     def take(self, positions: ArrayLike) -> CandidateSets:
@@ -336,16 +339,9 @@ class CandidateSets:
         Raises:
             InvalidInputError: a position is not an integer, or is out of range.
         """
-        index = np.asarray(positions)
-        if index.ndim != 1 or (index.dtype.kind not in "iu" and index.size):
-            raise InvalidInputError(
-                f"positions: got {index.dtype} of shape {index.shape}, expected integers [R]"
-            )
-        if (r := first_true((index < 0) | (index >= len(self)))) is not None:
-            raise InvalidInputError(f"positions: got {index[r]}, expected 0 or more, below {len(self)}")
-        index = index.astype(np.int64)
+        index = csr.indices("positions", positions, len(self))
         sizes = self.sizes[index]
-        offsets = offsets_of(sizes)
+        offsets = csr.offsets_of(sizes)
         entries = np.arange(offsets[-1]) + np.repeat(self.offsets[index] - offsets[:-1], sizes)
         return self._of_entries(entries, offsets, self.sampled_ids[index])
 
@@ -366,13 +362,13 @@ class CandidateSets:
             ("sampled_ids", self.sampled_ids, other.sampled_ids),
             ("empty spans", self.sizes == 0, other.sizes == 0),
         ):
-            if (t := first_true(mine != theirs)) is not None:
+            if (t := csr.first_true(mine != theirs)) is not None:
                 raise InvalidInputError(f"other: {what} differ at position {t}: {theirs[t]} and {mine[t]}")
-        rows = rows_of(self.offsets)
-        keys = row_keys(rows, self.token_ids)
-        kept = np.isin(keys, row_keys(rows_of(other.offsets), other.token_ids), assume_unique=True)
+        rows = csr.rows_of(self.offsets)
+        keys = csr.row_keys(rows, self.token_ids)
+        kept = np.isin(keys, csr.row_keys(csr.rows_of(other.offsets), other.token_ids), assume_unique=True)
         sizes = np.bincount(rows[kept], minlength=len(self))
-        both = self._of_entries(kept, offsets_of(sizes), self.sampled_ids)
+        both = self._of_entries(kept, csr.offsets_of(sizes), self.sampled_ids)
         if both._logprobs is not None and (t := without_mass(both._logprobs, both.offsets)) is not None:
             raise InvalidInputError(
                 f"other: shares nothing but a sampled token of zero probability at position {t}"
@@ -411,19 +407,11 @@ class CandidateSets:
     # -- comparing, printing, and pickling ---------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Return whether each of the four arrays equals the array of the same name in `other`.
-
-        Sets with log-probs never equal sets without log-probs.
-        """
+        """Return whether each of the four arrays equals that of `other`. Missing log-probs equal no array."""
         if not isinstance(other, CandidateSets):
             return NotImplemented
-        return (
-            self.has_logprobs == other.has_logprobs
-            and np.array_equal(self.offsets, other.offsets)
-            and np.array_equal(self.token_ids, other.token_ids)
-            and (self._logprobs is None or np.array_equal(self.logprobs, other.logprobs))
-            and np.array_equal(self.sampled_ids, other.sampled_ids)
-        )
+        pairs: Iterator[tuple[Any, Any]] = zip(self._arrays(), other._arrays(), strict=True)
+        return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
     __hash__ = None  # type: ignore[assignment]  # hashing would have to read all of the large arrays
 

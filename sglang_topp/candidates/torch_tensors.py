@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-
-__all__ = ["CandidateTensors", "to_device", "to_numpy", "to_torch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,19 +58,14 @@ def to_torch(
     device: torch.device | str | int | None = None,
 ) -> CandidateTensors:
     """Copy the arrays of candidate sets to `device`; see `CandidateSets.to_torch`."""
-    device = torch.empty(0, device=device).device
-    # In `block`, the int64 offsets come first, so that each array begins at a multiple of its own item size.
+    # The int64 offsets come first, so that each array begins at a multiple of its own item size.
     arrays: list[NDArray[Any]] = [offsets, token_ids, sampled_ids]
     if logprobs is not None:
         arrays.append(logprobs)
-    bounds = np.cumsum([0, *(array.nbytes for array in arrays)]).tolist()
-    block = torch.empty(bounds[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    in_host = block.numpy()
-    for array, (start, stop) in zip(arrays, pairwise(bounds), strict=True):
-        in_host[start:stop] = np.ascontiguousarray(array).view(np.uint8)
-    # torch's allocator does not reuse the pinned memory of `block` until the copy has finished.
-    block = block.to(device, non_blocking=True)
-    parts = [block[start:stop] for start, stop in pairwise(bounds)]
+    block = np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays])
+    parts = torch.split(
+        to_device(block, torch.empty(0, device=device).device), [array.nbytes for array in arrays]
+    )
     return CandidateTensors(
         parts[1].view(torch.int32),
         None if logprobs is None else parts[3].view(torch.float32),

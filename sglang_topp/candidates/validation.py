@@ -5,33 +5,15 @@ Shape legend: T positions, n candidates in all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_topp.candidates.csr_operations import (
-    Int32Array,
-    Int64Array,
-    blocks_of,
-    first_true,
-    row_keys,
-    rows_of,
-)
+from sglang_topp.candidates import csr_operations as csr
+from sglang_topp.candidates.csr_operations import Int32Array, Int64Array
 from sglang_topp.errors import InvalidCandidateSetsError
-
-__all__ = [
-    "BFLOAT16_MASS_ERROR",
-    "LOWEST",
-    "MASS_ERROR",
-    "MAX_LOGPROB",
-    "NO_TOKEN",
-    "as_float32",
-    "as_integers",
-    "check_arrays",
-    "check_distinct",
-    "without_mass",
-]
 
 NO_TOKEN = -1
 """The `sampled_ids` value of a position without a sampled token. The position must have an empty set."""
@@ -67,60 +49,59 @@ def check_arrays(
     ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
 ) -> None:
     """Raise InvalidCandidateSetsError unless the arrays follow every rule in `CandidateSets`."""
-    if logprobs is not None and len(ids) != len(logprobs):
-        raise InvalidCandidateSetsError("logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids")
-    if len(offsets) != len(sampled) + 1:
-        raise InvalidCandidateSetsError(
-            "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
-        )
-    if offsets[0] != 0 or offsets[-1] != len(ids):
-        raise InvalidCandidateSetsError(
-            "offsets",
-            f"run from {offsets[0]} to {offsets[-1]}, expected from 0 to {len(ids)}, the number of token_ids",
-        )
-    # Do not compute the differences of offsets here, because an int64 difference can wrap around.
-    if (t := first_true(offsets[1:] < offsets[:-1])) is not None:
-        raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
+    for field, problem in _problems(ids, logprobs, offsets, sampled):
+        raise InvalidCandidateSetsError(field, problem)
 
-    for block in blocks_of(offsets):
+
+def _problems(
+    ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
+) -> Iterator[tuple[str, str]]:
+    """Yield the field and the problem of each broken rule. A rule may assume that those before it hold."""
+    if logprobs is not None and len(ids) != len(logprobs):
+        yield "logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids"
+    if len(offsets) != len(sampled) + 1:
+        yield "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        expected = f"expected from 0 to {len(ids)}, the number of token_ids"
+        yield "offsets", f"run from {offsets[0]} to {offsets[-1]}, {expected}"
+    # Do not compute the differences of offsets here, because an int64 difference can wrap around.
+    if (t := csr.first_true(offsets[1:] < offsets[:-1])) is not None:
+        yield "offsets", f"decrease after position {t}"
+
+    for block in csr.blocks_of(offsets):
         span = slice(offsets[block.start], offsets[block.stop])
         inside = offsets[block.start : block.stop + 1] - span.start
         known = None if logprobs is None else logprobs[span]
-        _check_block(ids[span], known, inside, sampled[block], block.start)
+        yield from _problems_of_block(ids[span], known, inside, sampled[block], block.start)
 
 
-def _check_block(
+def _problems_of_block(
     ids: Int32Array,
     logprobs: NDArray[np.float32] | None,
     offsets: Int64Array,
     sampled: Int32Array,
     first: int,
-) -> None:
+) -> Iterator[tuple[str, str]]:
     """Check the candidates of consecutive positions, of which `first` is the first."""
-    rows, sizes = rows_of(offsets), np.diff(offsets)
-    if (e := first_true(ids < 0)) is not None:
-        raise InvalidCandidateSetsError(
-            "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
-        )
+    rows, sizes = csr.rows_of(offsets), np.diff(offsets)
+    if (e := csr.first_true(ids < 0)) is not None:
+        yield "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
     ordered = ids[1:] > ids[:-1]
     if logprobs is not None:
-        if (e := first_true(~(logprobs <= MAX_LOGPROB))) is not None:
-            raise InvalidCandidateSetsError(
-                "logprobs", f"got {logprobs[e]} at position {first + rows[e]}, expected at most 0 and no NaN"
-            )
+        if (e := csr.first_true(~(logprobs <= MAX_LOGPROB))) is not None:
+            where = f"at position {first + rows[e]}"
+            yield "logprobs", f"got {logprobs[e]} {where}, expected at most 0 and no NaN"
         ordered &= logprobs[1:] == logprobs[:-1]
         ordered |= logprobs[1:] < logprobs[:-1]
     starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
     ordered[starts - 1] = True  # these two candidates are of two positions
-    if (e := first_true(~ordered)) is not None:
+    if (e := csr.first_true(~ordered)) is not None:
         pair, expected = "", "without log-probs, expected ids lowest first"
         if logprobs is not None:
             pair = f" (log-probs {logprobs[e]}, {logprobs[e + 1]})"
             expected = "expected log-probs highest first, then ids lowest first"
-        raise InvalidCandidateSetsError(
-            "token_ids",
-            f"{ids[e]} then {ids[e + 1]}{pair} at position {first + rows[e]}; {expected}, without duplicates",
-        )
+        got = f"{ids[e]} then {ids[e + 1]}{pair} at position {first + rows[e]}"
+        yield "token_ids", f"{got}; {expected}, without duplicates"
     if logprobs is not None:
         check_distinct(ids, rows, first)
     # The ids of a set are distinct, so a set contains its sampled token at most once.
@@ -128,26 +109,18 @@ def _check_block(
     if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
         lacking = sizes > 0
         lacking[rows[is_sampled]] = False
-        t = int(lacking.argmax())
-        raise InvalidCandidateSetsError(
-            "sampled_ids", f"{sampled[t]} is not among the {sizes[t]} candidates at position {first + t}"
-        )
-    if (lone := first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
-        raise InvalidCandidateSetsError(
-            "sampled_ids", f"got {sampled[lone]} at position {first + lone}, expected a token id"
-        )
+        at = int(lacking.argmax())
+        where = f"the {sizes[at]} candidates at position {first + at}"
+        yield "sampled_ids", f"{sampled[at]} is not among {where}"
+    if (t := csr.first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
+        yield "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
     if logprobs is None or not len(logprobs) or logprobs.min() > LOWEST:
         return
-    if (e := first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs",
-            f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled; it has no"
-            " place in the set",
-        )
-    if (empty := without_mass(logprobs, offsets)) is not None:
-        raise InvalidCandidateSetsError(
-            "logprobs", f"nothing but a token of zero probability at position {first + empty}"
-        )
+    if (e := csr.first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
+        got = f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled"
+        yield "logprobs", f"{got}; it has no place in the set"
+    if (t := without_mass(logprobs, offsets)) is not None:
+        yield "logprobs", f"nothing but a token of zero probability at position {first + t}"
 
 
 def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
@@ -155,8 +128,8 @@ def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
 
     Row r holds the candidates of position `first + r`. The error message names the duplicate id's position.
     """
-    keys = np.sort(row_keys(rows, ids))
-    if (e := first_true(keys[1:] == keys[:-1])) is not None:
+    keys = np.sort(csr.row_keys(rows, ids))
+    if (e := csr.first_true(keys[1:] == keys[:-1])) is not None:
         raise InvalidCandidateSetsError(
             "token_ids", f"{keys[e] & 0xFFFFFFFF} occurs twice at position {first + (keys[e] >> 32)}"
         )
@@ -166,7 +139,7 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
     """Return the first position whose set is not empty and has a kept mass of 0, or None."""
     filled = np.flatnonzero(np.diff(offsets))
     # Log-probs descend in a set, so the set's mass is 0 if the first log-prob stands for probability 0.
-    t = first_true(logprobs[offsets[filled]] <= LOWEST)
+    t = csr.first_true(logprobs[offsets[filled]] <= LOWEST)
     return None if t is None else int(filled[t])
 
 
@@ -176,16 +149,13 @@ def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> N
     Raise InvalidCandidateSetsError if a value does not fit `dtype`.
     """
     array = _as_array(name, values)
-    if array.dtype == dtype:
-        return array
-    if not len(array):
-        return array.astype(dtype)
-    if array.dtype.kind not in "iu":
-        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
-    bounds = np.iinfo(dtype)
-    if array.min() < bounds.min or array.max() > bounds.max:
-        raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
-    return array.astype(dtype)
+    if len(array) and array.dtype != dtype:
+        if array.dtype.kind not in "iu":
+            raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
+        bounds = np.iinfo(dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
+    return array.astype(dtype, copy=False)
 
 
 def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
@@ -194,13 +164,11 @@ def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
     Raise InvalidCandidateSetsError if a finite value is too large for float32.
     """
     array = _as_array(name, values)
-    if array.dtype == np.float32:
-        return array
     if len(array) and array.dtype.kind != "f":
         raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
     with np.errstate(over="ignore"):
-        rounded = array.astype(np.float32)
-    if (e := first_true(np.isinf(rounded) & np.isfinite(array))) is not None:
+        rounded = array.astype(np.float32, copy=False)
+    if rounded is not array and (e := csr.first_true(np.isinf(rounded) & np.isfinite(array))) is not None:
         raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
     return rounded
 

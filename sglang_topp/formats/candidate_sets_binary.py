@@ -29,8 +29,6 @@ from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
 from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, renaming_errors
 
-__all__ = ["pack", "pack_base64", "pack_parts", "unpack", "unpack_base64"]
-
 _MAGIC = b"TPCS"
 _WITH_LOGPROBS, _WITHOUT_LOGPROBS = 1, 2
 _HEADER = struct.Struct("<4sIQQ")

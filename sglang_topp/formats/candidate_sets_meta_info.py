@@ -23,34 +23,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
-from sglang_topp.errors import MissingCandidateSetsError, WireError
-from sglang_topp.formats.field_parsing import (
-    FLOAT32,
-    INT32,
-    b64array,
-    b64bytes,
-    b64text,
-    check_count,
-    check_present,
-    check_range,
-    check_vocab,
-    entry_rows,
-    fields_of,
-    integers,
-    renaming_errors,
-    token_ids_of,
-)
-
-__all__ = [
-    "NO_DISTRIBUTION",
-    "Side",
-    "decode_prompt_top_p",
-    "decode_top_p",
-    "encode_top_k",
-    "encode_top_p",
-    "has_top_p",
-    "merge_stream_chunks",
-]
+from sglang_topp.errors import MissingCandidateSetsError
+from sglang_topp.formats import field_parsing as parsing
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, CandidateRows
 
 Side: TypeAlias = Literal["output", "input"]
 
@@ -78,8 +53,8 @@ def encode_top_p(
     """
     name = f"{side}_top_p_logprobs"
     return {
-        f"{name}_val_base64": b64text(logprobs, FLOAT32),
-        f"{name}_idx_base64": b64text(token_ids, INT32),
+        f"{name}_val_base64": parsing.b64text(logprobs, FLOAT32),
+        f"{name}_idx_base64": parsing.b64text(token_ids, INT32),
         f"{name}_lengths": list(lengths),
     }
 
@@ -103,8 +78,8 @@ def encode_top_k(
     values = np.array([logprobs[t] for t in there], FLOAT32)
     ids = np.array([token_ids[t] for t in there], INT32)
     return {
-        f"{name}_val_base64": b64text(values, FLOAT32),
-        f"{name}_idx_base64": b64text(ids, INT32),
+        f"{name}_val_base64": parsing.b64text(values, FLOAT32),
+        f"{name}_idx_base64": parsing.b64text(ids, INT32),
         f"{name}_shape": list(values.shape) if there else [0, 0],
         f"{name}_none_positions": sorted(set(range(len(logprobs))).difference(there)),
     }
@@ -157,34 +132,26 @@ def _decode(
     side: Side, meta_info: Mapping[str, Any], sampled_ids: ArrayLike, vocab_size: int | None
 ) -> CandidateSets:
     """Decode the sets of generated or prompt tokens. A position without a distribution gets an empty set."""
-    name = f"{side}_top_p_logprobs"
-    values, ids, counts = f"{name}_val_base64", f"{name}_idx_base64", f"{name}_lengths"
-    sampled = token_ids_of(f"{side}_ids", sampled_ids)
+    name, sampled = f"{side}_top_p_logprobs", parsing.token_ids_of(f"{side}_ids", sampled_ids)
     if name in meta_info:
-        values = ids = counts = name
-        token_ids, logprobs, lengths = entry_rows(name, meta_info[name])
+        rows = CandidateRows.of_lists(name, meta_info[name])
     else:
-        present = [key for key in (values, ids, counts) if key in meta_info]
-        if not present:
+        keys = values, ids, counts = [f"{name}_{kind}" for kind in ("val_base64", "idx_base64", "lengths")]
+        if not meta_info.keys() & set(keys):
             raise MissingCandidateSetsError(
                 name,
                 "the response holds no candidate sets; is top_logprobs_p in the request, and does the server"
                 " run the sglang-topp plugin (`sglang-topp doctor`)?",
             )
-        if len(present) < 3:
-            absent = next(key for key in (values, ids, counts) if key not in present)
-            raise WireError(absent, f"missing beside {', '.join(present)}")
-        logprobs = b64array(values, meta_info[values], FLOAT32)
-        token_ids = b64array(ids, meta_info[ids], INT32)
-        lengths = integers(counts, meta_info[counts])
-        check_range(counts, lengths, NO_DISTRIBUTION, "set sizes, or -1 for none")
-
-    check_count(counts, len(lengths), len(sampled))
-    check_vocab(ids, token_ids, vocab_size)
-    if side == "output":
-        check_present(counts, lengths, "candidate set")
-    with renaming_errors(fields_of(ids, values, counts)):
-        return CandidateSets(token_ids, logprobs, offsets_of(np.maximum(lengths, 0)), sampled)
+        parsing.check_together(meta_info, keys)
+        logprobs = parsing.b64array(values, meta_info[values], FLOAT32)
+        token_ids = parsing.b64array(ids, meta_info[ids], INT32)
+        lengths = parsing.integers(counts, meta_info[counts])
+        parsing.check_range(counts, lengths, NO_DISTRIBUTION, "set sizes, or -1 for none")
+        rows = CandidateRows(token_ids, logprobs, lengths, parsing.fields_of(ids, values, counts))
+    rows.check(len(sampled), vocab_size, "candidate set" if side == "output" else "")
+    with parsing.renaming_errors(rows.fields):
+        return CandidateSets(rows.token_ids, rows.logprobs, offsets_of(np.maximum(rows.lengths, 0)), sampled)
 
 
 def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -206,7 +173,9 @@ def merge_stream_chunks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in shared.intersection(
         f"{name}_{kind}_base64" for name in (_SETS, _TOP_K) for kind in ("val", "idx")
     ):
-        merged[key] = pybase64.b64encode(b"".join(b64bytes(key, part[key]) for part in parts)).decode("ascii")
+        merged[key] = pybase64.b64encode(b"".join(parsing.b64bytes(key, part[key]) for part in parts)).decode(
+            "ascii"
+        )
     if (none := f"{_TOP_K}_none_positions") in shared:
         shapes = [part[f"{_TOP_K}_shape"] for part in parts]
         sizes = [rows + len(part[none]) for (rows, _), part in zip(shapes, parts, strict=True)]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import binascii
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any
 
@@ -23,24 +24,6 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-
-__all__ = [
-    "FLOAT32",
-    "INT32",
-    "b64array",
-    "b64bytes",
-    "b64text",
-    "check_count",
-    "check_present",
-    "check_range",
-    "check_vocab",
-    "entry_rows",
-    "fields_of",
-    "integers",
-    "numbers",
-    "renaming_errors",
-    "token_ids_of",
-]
 
 FLOAT32 = np.dtype("<f4")
 INT32 = np.dtype("<i4")
@@ -59,50 +42,86 @@ def renaming_errors(fields: Mapping[str, str]) -> Iterator[None]:
         raise kind(fields[error.field], error.problem) from None
 
 
+@dataclass(frozen=True)
+class CandidateRows:
+    """The candidates of each position as an answer has them. `CandidateSets` checks their values."""
+
+    token_ids: NDArray[np.int32]
+    """int32 [n], position after position."""
+    logprobs: NDArray[np.floating[Any]]
+    """floats [n]."""
+    lengths: NDArray[np.integer[Any]]
+    """integers [T]: how many candidates each position has, or -1 if it has no distribution."""
+    fields: Mapping[str, str]
+    """The answer's field with each array of `CandidateSets`, for `renaming_errors`."""
+
+    @classmethod
+    def of_lists(cls, name: str, rows: Any) -> CandidateRows:
+        """Parse each position's list of `[logprob, token_id, text]` entries, or null."""
+        if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
+            raise WireError(
+                name, "expected a list with one list of [logprob, token_id, text] (or null) per position"
+            )
+        lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
+        entries = list(chain.from_iterable(row for row in rows if row is not None))
+        # Check only the distinct types and lengths of the entries, because a loop that checks each entry
+        # takes ten times as long.
+        if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
+            raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
+        logprobs = numbers(name, [entry[0] for entry in entries])
+        token_ids = integers(name, [entry[1] for entry in entries])
+        return cls(token_ids, logprobs, lengths, fields_of(name, name, name))
+
+    def check(self, num_tokens: int, vocab_size: int | None, required: str = "") -> None:
+        """Check that the rows are those of an answer of `num_tokens` tokens.
+
+        Args:
+            vocab_size: if not None, ids of `vocab_size` or more are errors.
+            required: if not empty, every position must have candidates, and `required` is what error messages
+                call them.
+
+        Raises:
+            MissingCandidateSetsError: a position lacks its `required` candidates.
+            WireError: the number of positions is wrong, or an id is beyond the vocabulary.
+        """
+        check_count(self.fields["offsets"], len(self.lengths), num_tokens)
+        ids = self.token_ids
+        if vocab_size is not None and len(ids) and (highest := int(ids.max())) >= vocab_size:
+            raise WireError(
+                self.fields["token_ids"], f"got id {highest}, expected less than vocab_size {vocab_size}"
+            )
+        if required and len(missing := np.flatnonzero(self.lengths <= 0)):
+            raise MissingCandidateSetsError(
+                self.fields["offsets"],
+                f"no {required} at {len(missing)} of {num_tokens} positions, the first at {missing[0]};"
+                " every generated token needs one",
+            )
+
+
 def fields_of(ids: str, logprobs: str, counts: str) -> dict[str, str]:
     """Return the `fields` of `renaming_errors`, from the names of three fields of an answer."""
     return {"token_ids": ids, "logprobs": logprobs, "offsets": counts, "sampled_ids": ids}
 
 
-def entry_rows(name: str, rows: Any) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int32]]:
-    """Parse each position's list of `[logprob, token_id, text]` entries into three arrays.
-
-    Return `(token_ids [n], logprobs [n], lengths [T])`.
-
-    A position that has null instead of a list gets length -1.
-    """
-    if not isinstance(rows, list) or not all(row is None or isinstance(row, list) for row in rows):
-        raise WireError(
-            name, "expected a list with one list of [logprob, token_id, text] (or null) per position"
-        )
-    lengths = np.fromiter((-1 if row is None else len(row) for row in rows), np.int32, len(rows))
-    entries = list(chain.from_iterable(row for row in rows if row is not None))
-    # Check only the distinct types and lengths of the entries, because a loop that checks each entry takes
-    # ten times as long.
-    if not set(map(type, entries)) <= {list, tuple} or not set(map(len, entries)) <= {2, 3}:
-        raise WireError(name, "expected every candidate as [logprob, token_id, text or null]")
-    logprobs = numbers(name, [entry[0] for entry in entries])
-    ids = [entry[1] for entry in entries]
-    if not set(map(type, ids)) <= {int}:
-        raise WireError(name, f"got {describe(next(i for i in ids if type(i) is not int))} as a token id")
-    try:
-        token_ids = np.fromiter(ids, np.int32, len(ids))
-    except OverflowError as error:
-        raise WireError(name, f"got a number that is too large: {error}") from None
-    return token_ids, logprobs, lengths
+def check_together(answer: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise WireError if the answer has some of these fields, but lacks others."""
+    present = [name for name in names if name in answer]
+    for name in names:
+        if name not in present:
+            raise WireError(name, f"missing beside {present[0]}")
 
 
-def numbers(name: str, values: Any) -> NDArray[np.float64]:
+def numbers(field: str, values: Any) -> NDArray[np.float64]:
     """Parse a JSON list of log-probs."""
     if not isinstance(values, list):
-        raise WireError(name, f"got {type(values).__name__}, expected a list of numbers")
+        raise WireError(field, f"got {type(values).__name__}, expected a list of numbers")
     if not set(map(type, values)) <= {int, float}:
         wrong = next(value for value in values if type(value) not in (int, float))
-        raise WireError(name, f"got {describe(wrong)} as a log-prob")
+        raise WireError(field, f"got {describe(wrong)} as a log-prob")
     try:
         return np.fromiter(values, np.float64, len(values))
     except OverflowError as error:
-        raise WireError(name, f"got a number that is too large: {error}") from None
+        raise WireError(field, f"got a number that is too large: {error}") from None
 
 
 def integers(field: str, values: Any) -> NDArray[np.int32]:
@@ -117,10 +136,10 @@ def integers(field: str, values: Any) -> NDArray[np.int32]:
         array = np.frombuffer(struct.pack(f"<{len(values)}i", *values), INT32)
     except struct.error:
         wrong = next(v for v in values if not isinstance(v, int) or not -(1 << 31) <= v < 1 << 31)
-        raise WireError(field, f"got {describe(wrong)}, expected a list of integers of 32 bits") from None
+        raise WireError(field, f"got {describe(wrong)}, expected integers of 32 bits") from None
     # `struct` packs a boolean as 0 or 1, so the code checks the types only of values that became 0 or 1.
     if bool in set(map(type, compress(values, ((array | 1) == 1).tobytes()))):
-        raise WireError(field, "got a boolean, expected a list of integers")
+        raise WireError(field, "got a boolean, expected integers of 32 bits")
     return array
 
 
@@ -144,26 +163,10 @@ def check_range(field: str, values: NDArray[np.integer[Any]], lowest: int, expec
                 raise WireError(field, f"got {value}, expected {expected}")
 
 
-def check_vocab(field: str, token_ids: NDArray[np.integer[Any]], vocab_size: int | None) -> None:
-    """Raise WireError if a token id is `vocab_size` or more. If `vocab_size` is None, every id is valid."""
-    if vocab_size is not None and len(token_ids) and (highest := int(token_ids.max())) >= vocab_size:
-        raise WireError(field, f"got id {highest}, expected less than vocab_size {vocab_size}")
-
-
 def check_count(field: str, count: int, num_tokens: int) -> None:
     """Raise WireError unless the field has as many positions as the answer has tokens."""
     if count != num_tokens:
         raise WireError(field, f"got {count} positions for {num_tokens} tokens")
-
-
-def check_present(field: str, lengths: NDArray[np.integer[Any]], what: str) -> None:
-    """Raise MissingCandidateSetsError unless every position of generated tokens has a length above 0."""
-    if len(missing := np.flatnonzero(lengths <= 0)):
-        raise MissingCandidateSetsError(
-            field,
-            f"no {what} at {len(missing)} of {len(lengths)} positions, the first at {missing[0]}; every"
-            " generated token needs one",
-        )
 
 
 def b64text(array: NDArray[Any], dtype: np.dtype[Any]) -> str:

@@ -42,38 +42,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import (
-    first_true,
-    offsets_of,
-    rows_of,
-    sorted_by_id,
-    sorted_by_logprob,
-)
+from sglang_topp.candidates import csr_operations as csr
 from sglang_topp.candidates.validation import LOWEST, MAX_LOGPROB, as_float32, check_distinct
 from sglang_topp.errors import (
     InvalidInputError,
     MissingCandidateSetsError,
-    SampledTokenMissingError,
     WireError,
     describe,
 )
-from sglang_topp.formats.field_parsing import (
-    FLOAT32,
-    INT32,
-    b64array,
-    check_count,
-    check_present,
-    check_range,
-    check_vocab,
-    entry_rows,
-    fields_of,
-    integers,
-    numbers,
-    renaming_errors,
-    token_ids_of,
-)
-
-__all__ = ["decode_sampling_mask", "decode_top_k"]
+from sglang_topp.formats import field_parsing as parsing
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, CandidateRows
 
 _TOKENS = "output_token_logprobs"
 _TOP_K = "output_top_logprobs"
@@ -91,17 +69,31 @@ def _sampled_logprobs(
     """
     if meta_info.get(_TOKENS) is None:
         raise WireError(_TOKENS, "missing; it holds the sampled tokens' log-probs (`return_logprob`)")
-    # `output_token_logprobs` is a list with one entry [logprob, token_id, text] per token. `entry_rows`
-    # expects a list of lists of entries, so put the field into a list of length 1.
-    token_ids, given, _ = entry_rows(_TOKENS, [meta_info[_TOKENS]])
-    check_count(_TOKENS, len(given), len(sampled_ids))
-    with renaming_errors({"logprobs": _TOKENS}):
-        logprobs = as_float32("logprobs", given)
-    if (t := first_true(token_ids != sampled_ids)) is not None:
-        raise WireError(_TOKENS, f"got token {token_ids[t]} at position {t}; the output is {sampled_ids[t]}")
-    if (t := first_true(~(logprobs <= MAX_LOGPROB))) is not None:
+    # The field is a list with one entry [logprob, token_id, text] per token: the row of one position.
+    row = CandidateRows.of_lists(_TOKENS, [meta_info[_TOKENS]])
+    parsing.check_count(_TOKENS, len(row.token_ids), len(sampled_ids))
+    with parsing.renaming_errors(row.fields):
+        logprobs = as_float32("logprobs", row.logprobs)
+    if (t := csr.first_true(row.token_ids != sampled_ids)) is not None:
+        raise WireError(
+            _TOKENS, f"got token {row.token_ids[t]} at position {t}; the output is {sampled_ids[t]}"
+        )
+    if (t := csr.first_true(~(logprobs <= MAX_LOGPROB))) is not None:
         raise WireError(_TOKENS, f"got {logprobs[t]} at position {t}, expected at most 0 and no NaN")
     return logprobs
+
+
+def _possible(
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    rows: NDArray[np.int32],
+    sampled: NDArray[np.integer[Any]],
+) -> CandidateSets:
+    """Return the sets of these tokens, without those of probability 0 that were not sampled."""
+    kept = (logprobs > LOWEST) | (ids == sampled[rows])
+    ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
+    offsets = csr.offsets_of(np.bincount(rows, minlength=len(sampled)))
+    return CandidateSets(*csr.sorted_by_logprob(rows, ids, logprobs), offsets, sampled)
 
 
 # -- top log-probs ------------------------------------------------------------------------------------------
@@ -141,7 +133,7 @@ def decode_top_k(
     """
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise InvalidInputError(f"k: got {k!r}, expected an integer of 1 or more")
-    sampled = token_ids_of("output_ids", output_ids)
+    sampled = parsing.token_ids_of("output_ids", output_ids)
     forms = ("base64", "flat_b64", "flat")
     kinds = [kind for kind in forms if meta_info.keys() & {f"{_TOP_K}_val_{kind}", f"{_TOP_K}_idx_{kind}"}]
     if not kinds and meta_info.get(_TOP_K) is None:
@@ -151,96 +143,72 @@ def decode_top_k(
     if not len(sampled):
         return CandidateSets.empty(0)
     if kinds:
-        ids, logprobs, lengths, fields = _read_arrays(meta_info, kinds[0], len(sampled))
+        listed = _top_k_arrays(meta_info, kinds[0], len(sampled))
     else:
-        ids, logprobs, lengths = entry_rows(_TOP_K, meta_info[_TOP_K])
-        fields = fields_of(_TOP_K, _TOP_K, _TOP_K)
-        check_count(_TOP_K, len(lengths), len(sampled))
-    check_present(fields["offsets"], lengths, "log-probs")
-    if (t := first_true(lengths < k)) is not None:
+        listed = CandidateRows.of_lists(_TOP_K, meta_info[_TOP_K])
+    listed.check(len(sampled), vocab_size, "log-probs")
+    fields, ids, lengths = listed.fields, listed.token_ids, listed.lengths
+    if (t := csr.first_true(lengths < k)) is not None:
         raise WireError(
             fields["offsets"],
             f"lists {lengths[t]} tokens at position {t}, expected {k} or more; is top_logprobs_num {k}?",
         )
-    check_range(fields["token_ids"], ids, 0, "token ids from 0 on")
-    check_vocab(fields["token_ids"], ids, vocab_size)
-    offsets = offsets_of(lengths)
-    rows = rows_of(offsets)
-    with renaming_errors(fields):
-        values = as_float32("logprobs", logprobs)
+    parsing.check_range(fields["token_ids"], ids, 0, "token ids from 0 on")
+    offsets = csr.offsets_of(lengths)
+    rows = csr.rows_of(offsets)
+    with parsing.renaming_errors(fields):
+        logprobs = as_float32("logprobs", listed.logprobs)
         check_distinct(ids, rows)
-        if (e := first_true(np.isnan(values))) is not None:
+        if (e := csr.first_true(np.isnan(logprobs))) is not None:
             raise WireError(fields["logprobs"], f"got nan at position {rows[e]}")
         reported = _sampled_logprobs(meta_info, sampled)
-        return _cut(ids, values, rows, offsets, k, sampled, reported, fields["logprobs"])
+
+        # A listed token has the reported log-prob. An unlisted one is not more likely than any listed token.
+        is_sampled = ids == sampled[rows]
+        own, lowest = np.maximum(reported, LOWEST), np.minimum.reduceat(logprobs, offsets[:-1])
+        is_wrong, unlisted = own > np.maximum(lowest, LOWEST), np.ones(len(sampled), np.bool_)
+        unlisted[rows[is_sampled]] = False
+        is_wrong[rows[is_sampled]] = own[~unlisted] != np.maximum(logprobs[is_sampled], LOWEST)
+        if (t := csr.first_true(is_wrong)) is not None:
+            raise WireError(
+                _TOKENS,
+                f"gives the sampled token at position {t} the log-prob {reported[t]}, which is at odds with"
+                f" {fields['logprobs']}; they are of different tokens or distributions",
+            )
+        ends, offsets = offsets[1:][unlisted], offsets + csr.offsets_of(unlisted)
+        ids = np.insert(ids, ends, sampled[unlisted])
+        logprobs = np.insert(logprobs, ends, reported[unlisted])
+        rows = csr.rows_of(offsets)
+        ids, logprobs = csr.sorted_by_logprob(rows, ids, logprobs)
+        is_listed = logprobs >= logprobs[offsets[:-1] + (k - 1)][rows]
+        is_listed |= ids == sampled[rows]
+        return _possible(ids[is_listed], logprobs[is_listed], rows[is_listed], sampled)
 
 
-def _cut(
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    rows: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    k: int,
-    sampled: NDArray[np.integer[Any]],
-    reported: NDArray[np.float32],
-    field: str,
-) -> CandidateSets:
-    """At each position, keep the k most likely listed tokens, all ties with the k-th, and the sampled token.
-
-    Listed tokens of probability 0 are dropped, except for the sampled token.
-    """
-    is_sampled = ids == sampled[rows]
-    # A listed token has the reported log-prob. An unlisted one is not more likely than any listed token.
-    listed = np.full(len(sampled), np.nan, np.float32)
-    listed[rows[is_sampled]] = logprobs[is_sampled]
-    lowest = np.minimum.reduceat(logprobs, offsets[:-1])
-    forced, own = np.isnan(listed), np.maximum(reported, LOWEST)
-    wrong = np.where(forced, own > np.maximum(lowest, LOWEST), own != np.maximum(listed, LOWEST))
-    if (t := first_true(wrong)) is not None:
-        raise WireError(
-            _TOKENS,
-            f"gives the sampled token at position {t} the log-prob {reported[t]}, which is at odds with"
-            f" {field}; they are of different tokens or distributions",
-        )
-    ends, offsets = offsets[1:][forced], offsets + offsets_of(forced)
-    ids, logprobs = np.insert(ids, ends, sampled[forced]), np.insert(logprobs, ends, reported[forced])
-    rows = rows_of(offsets)
-    ids, logprobs = sorted_by_logprob(rows, ids, logprobs)
-    kth = logprobs[offsets[:-1] + (k - 1)]
-    kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | (ids == sampled[rows])
-    sizes = np.bincount(rows[kept], minlength=len(sampled))
-    return CandidateSets(ids[kept], logprobs[kept], offsets_of(sizes), sampled)
-
-
-def _read_arrays(
-    meta_info: Mapping[str, Any], kind: str, num_tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.floating[Any]], NDArray[np.int32], dict[str, str]]:
-    """Parse top log-probs in arrays into `(token_ids [n], logprobs [n], lengths [T], fields)`.
-
-    A position without a distribution gets length -1. `fields` names the `meta_info` field of each argument of
-    `CandidateSets`.
-    """
+def _top_k_arrays(meta_info: Mapping[str, Any], kind: str, num_tokens: int) -> CandidateRows:
+    """Parse top log-probs in arrays of `kind`: "base64", "flat_b64", or "flat"."""
     values, ids = f"{_TOP_K}_val_{kind}", f"{_TOP_K}_idx_{kind}"
     nowhere = f"{_TOP_K}_none_positions" if kind == "base64" else f"{_TOP_K}_null_prefix"
-    for key in (values, ids, _SHAPE, nowhere):
-        if key not in meta_info:
-            raise WireError(key, f"missing beside {values if key != values else ids}")
+    parsing.check_together(meta_info, (values, ids, _SHAPE, nowhere))
     logprobs: NDArray[np.floating[Any]]
     if kind == "flat":
-        logprobs, token_ids = numbers(values, meta_info[values]), integers(ids, meta_info[ids])
+        logprobs, token_ids = (
+            parsing.numbers(values, meta_info[values]),
+            parsing.integers(ids, meta_info[ids]),
+        )
     else:
         for key, expected in ((values, "float32"), (ids, "int32")):
             if kind == "flat_b64" and (got := meta_info.get(f"{key}_dtype")) != expected:
                 raise WireError(f"{key}_dtype", f"got {describe(got)}, expected {expected!r}")
-        logprobs = b64array(values, meta_info[values], FLOAT32)
-        token_ids = b64array(ids, meta_info[ids], INT32)
-    shape = integers(_SHAPE, meta_info[_SHAPE]).tolist()
+        logprobs = parsing.b64array(values, meta_info[values], FLOAT32)
+        token_ids = parsing.b64array(ids, meta_info[ids], INT32)
+    shape = parsing.integers(_SHAPE, meta_info[_SHAPE]).tolist()
     if len(shape) != 2 or min(shape) < 0:
         raise WireError(_SHAPE, f"got {str(shape)[:80]}, expected [rows, k]")
-    none = integers(nowhere, meta_info[nowhere] if kind == "base64" else [meta_info[nowhere]])
+    none = parsing.integers(nowhere, meta_info[nowhere] if kind == "base64" else [meta_info[nowhere]])
     num_none = len(none) if kind == "base64" else int(none[0])
     # Check the number of positions before an array of them is allocated, because it may be huge.
-    check_count(_SHAPE, shape[0] + num_none, num_tokens)
+    parsing.check_count(_SHAPE, shape[0] + num_none, num_tokens)
     if kind != "base64":
         none = np.arange(num_none, dtype=np.int32)
     if num_none < 0 or (np.diff(none, prepend=-1, append=num_tokens) <= 0).any():
@@ -252,7 +220,7 @@ def _read_arrays(
             )
     lengths = np.full(num_tokens, shape[1], np.int32)
     lengths[none] = -1
-    return token_ids, logprobs, lengths, fields_of(ids, values, _SHAPE)
+    return CandidateRows(token_ids, logprobs, lengths, parsing.fields_of(ids, values, _SHAPE))
 
 
 # -- sampling masks -----------------------------------------------------------------------------------------
@@ -295,7 +263,7 @@ def decode_sampling_mask(
         >>> sets.has_logprobs
         False
     """
-    sampled = token_ids_of("output_ids", output_ids)
+    sampled = parsing.token_ids_of("output_ids", output_ids)
     name = _MASK if _MASK in meta_info else _VLLM_MASK
     if (masks := meta_info.get(name)) is None:
         raise MissingCandidateSetsError(
@@ -305,62 +273,34 @@ def decode_sampling_mask(
         return CandidateSets.empty(0)
     if not isinstance(masks, list) or not all(row is None or isinstance(row, list) for row in masks):
         raise WireError(name, "expected a list with one list of token ids (or null) per position")
-    check_count(name, len(masks), len(sampled))
     sizes = np.fromiter((len(row or ()) for row in masks), np.int64, len(masks))
-    check_present(name, sizes, "sampling mask")
-    ids = integers(name, list(chain.from_iterable(masks)))
-    check_range(name, ids, 0, "token ids from 0 on")
-    check_vocab(name, ids, vocab_size)
-    offsets = offsets_of(sizes)
-    rows = rows_of(offsets)
-    with renaming_errors(fields_of(name, _LOGPROBS, name)):
+    ids = parsing.integers(name, list(chain.from_iterable(row or () for row in masks)))
+    fields = parsing.fields_of(name, _LOGPROBS, name)
+    CandidateRows(ids, np.empty(0), sizes, fields).check(len(sampled), vocab_size, "sampling mask")
+    parsing.check_range(name, ids, 0, "token ids from 0 on")
+    offsets = csr.offsets_of(sizes)
+    rows = csr.rows_of(offsets)
+    with parsing.renaming_errors(fields):
         check_distinct(ids, rows)
+        bare = CandidateSets(csr.sorted_by_id(rows, ids), None, offsets, sampled)
         support = _read_support(meta_info.get(_LOGPROBS), sizes) if name == _MASK else None
         if support is None or meta_info.get(_TOKENS) is None:
-            return CandidateSets(sorted_by_id(rows, ids), None, offsets, sampled)
+            return bare
         reported = _sampled_logprobs(meta_info, sampled)
-        logprobs = _under_the_vocabulary(ids, support, rows, sampled, reported)
-        # Drop tokens whose probability rounds to 0.
-        kept = (logprobs > LOWEST) | np.isnan(logprobs) | (ids == sampled[rows])
-        ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
-        offsets = offsets_of(np.bincount(rows, minlength=len(sampled)))
-        return CandidateSets(*sorted_by_logprob(rows, ids, logprobs), offsets, sampled)
-
-
-def _under_the_vocabulary(
-    ids: NDArray[np.int32],
-    support: NDArray[np.float32],
-    rows: NDArray[np.int32],
-    sampled: NDArray[np.integer[Any]],
-    reported: NDArray[np.float32],
-) -> NDArray[np.float32]:
-    """Return the whole-vocabulary log-probs of the n tokens in all masks, float32 [n].
-
-    `support` holds the log-prob of each of the n tokens, renormalized over the mask of the token's position.
-    `reported` holds each sampled token's log-prob over the whole vocabulary. At one position with sampled
-    token `s`, the result for token `i` is `support[i] + (reported - support[s])`.
-    """
-    is_sampled = ids == sampled[rows]
-    if len(lacking := np.setdiff1d(np.arange(len(sampled)), rows[is_sampled])):
-        t = int(lacking[0])
-        raise SampledTokenMissingError(
-            _MASK, f"{sampled[t]} is not among the {np.count_nonzero(rows == t)} tokens at position {t}"
-        )
-    mass = np.bincount(rows, np.exp(support.astype(np.float64)), minlength=len(sampled))
-    if (wrong := first_true(~(np.abs(mass - 1) <= MAX_LOGPROB))) is not None:
-        raise WireError(
-            _LOGPROBS, f"add up to a probability of {mass[wrong]:.4f} at position {wrong}, expected 1"
-        )
-    log_mass = reported.astype(np.float64) - support[is_sampled]
-    if (wrong := first_true(~((log_mass <= MAX_LOGPROB) & (reported > LOWEST)))) is not None:
-        raise WireError(
-            _LOGPROBS,
-            f"gives the sampled token at position {wrong} {support[is_sampled][wrong]}, and"
-            f" {_TOKENS} {reported[wrong]}, which are not of one distribution"
-            " (SGLANG_RETURN_ORIGINAL_LOGPROB?)",
-        )
-    logprobs: NDArray[np.float32] = (support + log_mass[rows]).astype(np.float32)
-    return logprobs
+        mass = np.bincount(rows, np.exp(support.astype(np.float64)), minlength=len(sampled))
+        if (t := csr.first_true(~(np.abs(mass - 1) <= MAX_LOGPROB))) is not None:
+            raise WireError(
+                _LOGPROBS, f"add up to a probability of {mass[t]:.4f} at position {t}, expected 1"
+            )
+        within = support[ids == sampled[rows]]
+        log_mass = reported.astype(np.float64) - within
+        if (t := csr.first_true(~((log_mass <= MAX_LOGPROB) & (reported > LOWEST)))) is not None:
+            raise WireError(
+                _LOGPROBS,
+                f"gives the sampled token at position {t} {within[t]}, and {_TOKENS} {reported[t]}, which are"
+                " not of one distribution (SGLANG_RETURN_ORIGINAL_LOGPROB?)",
+            )
+        return _possible(ids, (support + log_mass[rows]).astype(np.float32), rows, sampled)
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:
@@ -372,11 +312,11 @@ def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | 
     if rows is None:
         return None
     if not isinstance(rows, list) or not any(isinstance(row, list) for row in rows):
-        check_count(_LOGPROBS, len(numbers(_LOGPROBS, rows)), len(sizes))
+        parsing.check_count(_LOGPROBS, len(parsing.numbers(_LOGPROBS, rows)), len(sizes))
         return None
-    check_count(_LOGPROBS, len(rows), len(sizes))
+    parsing.check_count(_LOGPROBS, len(rows), len(sizes))
     for t, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
         if not isinstance(row, list) or len(row) != size:
             got = f"{len(row)} log-probs" if isinstance(row, list) else type(row).__name__
             raise WireError(_LOGPROBS, f"got {got} for the {size} tokens at position {t}")
-    return as_float32("logprobs", numbers(_LOGPROBS, list(chain.from_iterable(rows))))
+    return as_float32("logprobs", parsing.numbers(_LOGPROBS, list(chain.from_iterable(rows))))

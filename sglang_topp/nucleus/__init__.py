@@ -2,9 +2,9 @@
 
 `top_p_candidates` computes each row's nucleus for a threshold `p`. `support_candidates` returns the tokens
 that a sampler could draw in each row, after all of the sampler's filters. `tests/nucleus/reference.py`
-defines both with plain loops. The modules `top_p_torch` and `sampler_support_torch` run on any device. The
-modules `top_p_triton` and `sampler_support_triton` hold the Triton kernels for GPUs. The module
-`gpu_extraction` launches the Triton kernels, with or without waiting for the GPU.
+defines both with plain loops. The module `extraction_torch` runs on any device. The module `gpu_extraction`
+launches the Triton kernels of `top_p_triton` and `sampler_support_triton`, with or without waiting for the
+GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_topp.nucleus import sampler_support_torch, top_p_torch
+from sglang_topp.nucleus import extraction_torch
 from sglang_topp.nucleus.argument_checks import check_support_arguments, check_top_p_arguments
 
 __all__ = ["support_candidates", "top_p_candidates"]
@@ -66,10 +66,10 @@ def top_p_candidates(
     with torch.no_grad():
         arguments = check_top_p_arguments(logprobs, p, sampled_ids)
         if not _has_kernels(logprobs):
-            return top_p_torch.top_p_candidates(*arguments)
+            return extraction_torch.top_p_candidates(*arguments)
         from sglang_topp.nucleus import gpu_extraction
 
-        return gpu_extraction.top_p_candidates(*arguments)
+        return gpu_extraction.find_top_p(*arguments).complete()
 
 
 def support_candidates(
@@ -103,10 +103,10 @@ def support_candidates(
     with torch.no_grad():
         arguments = check_support_arguments(logprobs, weights, token_ids, sampled_ids)
         if not _has_kernels(logprobs):
-            return sampler_support_torch.support_candidates(*arguments)
+            return extraction_torch.support_candidates(*arguments)
         from sglang_topp.nucleus import gpu_extraction
 
-        return gpu_extraction.support_candidates(*arguments)
+        return gpu_extraction.find_support(*arguments).complete()
 
 
 def _has_kernels(logprobs: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 The shapes, the dtypes, and the thresholds are checked before the extraction starts. Log-probs and sampled ids
 are checked by the extraction itself, because it reads them anyway. A Triton kernel can raise nothing: it
-writes an error code and a detail for each row, from which `row_error` makes the exception.
+writes an error code and a detail for each row, from which `kernel_error` makes the exception.
 """
 
 from __future__ import annotations
@@ -14,19 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
-
-__all__ = [
-    "NOT_LOGPROBS",
-    "SAMPLED_OUT_OF_RANGE",
-    "TOKEN_OUT_OF_RANGE",
-    "ZERO_PROBABILITY",
-    "check_support_arguments",
-    "check_top_p_arguments",
-    "not_logprobs",
-    "row_error",
-    "sampled_out_of_range",
-]
 
 # If a row has several errors, a kernel reports the one with the highest code.
 ZERO_PROBABILITY = 1
@@ -55,8 +44,7 @@ def check_top_p_arguments(
         [B] on the host. `sampled_ids` is int64 [B] on the device of `logprobs`, or None.
     """
     logprobs = _checked_logprobs(logprobs)
-    rows = len(logprobs)
-    p_B = _thresholds(p, rows)
+    p_B = _thresholds(p, len(logprobs))
     return logprobs, p_B, None if sampled_ids is None else _checked_sampled(sampled_ids, logprobs)
 
 
@@ -69,9 +57,9 @@ def check_support_arguments(
     therefore also checks the values of `token_ids`.
 
     Returns:
-        `(logprobs, weights, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to
-        float32. `weights` has shape [R, W]. `token_ids` has shape [R, W], or is None. `sampled_ids` is int64
-        [R] on the device of `logprobs`.
+        `(logprobs, is_drawn, token_ids, sampled_ids)`. `logprobs` is [R, V], with float64 converted to
+        float32. `is_drawn` is bool [R, W], True where a weight is above 0. `token_ids` has shape [R, W], or
+        is None. `sampled_ids` is int64 [R] on the device of `logprobs`.
     """
     logprobs = _checked_logprobs(logprobs)
     rows, vocab = logprobs.shape
@@ -88,7 +76,7 @@ def check_support_arguments(
         )
     elif token_ids.numel() and not (int(token_ids.amin()) >= 0 and int(token_ids.amax()) < vocab):
         raise InvalidInputError(f"token_ids: got ids outside of 0 to {vocab - 1}")
-    return logprobs, weights.detach(), token_ids, _checked_sampled(sampled_ids, logprobs)
+    return logprobs, weights > 0, token_ids, _checked_sampled(sampled_ids, logprobs)
 
 
 def _checked_logprobs(logprobs: Tensor) -> Tensor:
@@ -113,37 +101,46 @@ def _checked_sampled(sampled_ids: Sequence[int] | Tensor, logprobs: Tensor) -> T
 
 def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.float64]:
     """Return the checked thresholds `p` as float64 [B] on the host."""
-    if isinstance(p, float):
-        if not 0 <= p <= 1:
-            raise InvalidInputError(f"p: got {p}, expected 0 to 1")
-        return np.full(rows, p)
     try:
         p_B = np.asarray(p.detach().cpu().double() if isinstance(p, Tensor) else p)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"p: expected a float or {rows} floats: {error}") from None
     if p_B.dtype.kind not in "fiu" and p_B.size:
         raise InvalidInputError(f"p: got {p_B.dtype}, expected a float or {rows} floats")
-    if p_B.ndim == 0:
-        p_B = np.full(rows, p_B)
-    if p_B.shape != (rows,):
+    if p_B.shape not in ((), (rows,)):
         raise InvalidInputError(f"p: got shape {list(p_B.shape)}, expected a float or [{rows}]")
-    if (bad := np.flatnonzero(~((p_B >= 0) & (p_B <= 1)))).size:
-        raise InvalidInputError(f"p: got {p_B[bad[0]]} for row {bad[0]}, expected 0 to 1")
-    return p_B.astype(np.float64, copy=False)
+    values = p_B.reshape(-1)
+    if (row := first_true(~((values >= 0) & (values <= 1)))) is not None:
+        where = f" for row {row}" if p_B.ndim else ""
+        raise InvalidInputError(f"p: got {values[row]}{where}, expected 0 to 1")
+    return np.broadcast_to(p_B.astype(np.float64, copy=False), rows)
 
 
-def not_logprobs(row: int, highest: float) -> InvalidInputError:
-    """Return the error for a row of `logprobs` that holds `highest`, which is NaN or a value above 0."""
-    problem = "NaN" if np.isnan(highest) else f"{highest:g}, which is above 0"
-    return InvalidInputError(f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0")
+def row_error(row: int, code: int, detail: float, vocab: int = 0) -> InvalidInputError:
+    """Return the exception for an error in a row.
+
+    Args:
+        code: one of the codes above.
+        detail: the log-prob for NOT_LOGPROBS, or else the token id.
+        vocab: V, for the two codes of ids that are out of range.
+    """
+    if code == NOT_LOGPROBS:
+        problem = "NaN" if np.isnan(detail) else f"{detail:g}, which is above 0"
+        return InvalidInputError(
+            f"logprobs: row {row} holds {problem}; expected natural log-probs, at most 0"
+        )
+    if code == ZERO_PROBABILITY:
+        return InvalidInputError(
+            f"weights: row {row} can draw token {detail}, whose log-prob is -inf;"
+            " expected one above zero probability"
+        )
+    if code == TOKEN_OUT_OF_RANGE:
+        return InvalidInputError(f"token_ids: got {detail} in row {row}, outside of 0 to {vocab - 1}")
+    assert code == SAMPLED_OUT_OF_RANGE
+    return InvalidInputError(f"sampled_ids: got {detail} for row {row}, expected 0 to {vocab - 1}")
 
 
-def sampled_out_of_range(row: int, token_id: int, vocab: int) -> InvalidInputError:
-    """Return the error for a sampled id outside the vocabulary."""
-    return InvalidInputError(f"sampled_ids: got {token_id} for row {row}, expected 0 to {vocab - 1}")
-
-
-def row_error(row: int, error: int, vocab: int) -> InvalidInputError:
+def kernel_error(row: int, error: int, vocab: int) -> InvalidInputError:
     """Return the exception for the error that a kernel wrote for a row.
 
     Args:
@@ -151,17 +148,9 @@ def row_error(row: int, error: int, vocab: int) -> InvalidInputError:
             a two's complement.
     """
     code, detail = error >> 60, ((error & ((1 << 60) - 1)) ^ (1 << 59)) - (1 << 59)
-    if code == SAMPLED_OUT_OF_RANGE:
-        return sampled_out_of_range(row, detail, vocab)
-    if code == TOKEN_OUT_OF_RANGE:
-        return InvalidInputError(f"token_ids: got {detail} in row {row}, outside of 0 to {vocab - 1}")
     if code == NOT_LOGPROBS:
-        return not_logprobs(row, float(np.int32(detail).view(np.float32)))
-    assert code == ZERO_PROBABILITY
-    return InvalidInputError(
-        f"weights: row {row} can draw token {~detail}, whose log-prob is -inf;"
-        " expected one above zero probability"
-    )
+        return row_error(row, code, float(np.int32(detail).view(np.float32)))
+    return row_error(row, code, ~detail if code == ZERO_PROBABILITY else detail, vocab)
 
 
 def _describe(value: object) -> str:

@@ -26,8 +26,6 @@ from sglang_topp.nucleus.argument_checks import (
 )
 from sglang_topp.nucleus.top_p_triton import error, kernel
 
-__all__ = ["Drawn", "compact", "count"]
-
 _TILE = 4096
 _WARPS = 8
 _HIGHEST = tl.constexpr(MAX_LOGPROB)

@@ -8,9 +8,9 @@ and in the end all of them. In the blocks it then searches for the exact cutoff,
 log-probs from lower ones. The last kernel writes out the tokens of the nucleus.
 
 The search compares sort keys: integers that ascend as log-probs descend
-(`top_p_torch.sort_key_descending`). Each round compares several pivot keys with the keys of all log-probs in
-the blocks, and narrows the interval of keys that can be the cutoff. It takes eleven rounds at most, and fewer
-if the interval soon holds the key of a single log-prob.
+(`extraction_torch.sort_key_descending`). Each round compares several pivot keys with the keys of all
+log-probs in the blocks, and narrows the interval of keys that can be the cutoff. It takes eleven rounds at
+most, and fewer if the interval soon holds the key of a single log-prob.
 
 Probabilities are summed as 64-bit integers, in units of 2^-46. Such sums are exact in any order, so results
 are bitwise reproducible. The integer of one probability has two errors:
@@ -46,9 +46,7 @@ from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
 from sglang_topp.nucleus.argument_checks import NOT_LOGPROBS, SAMPLED_OUT_OF_RANGE
-from sglang_topp.nucleus.top_p_torch import sort_key_descending
-
-__all__ = ["UNIT_BITS", "Cuts", "compact", "error", "find_cuts", "kernel", "place"]
+from sglang_topp.nucleus.extraction_torch import sort_key_descending
 
 UNIT_BITS = 46
 """The kernels sum probabilities in units of 2^-46."""
@@ -188,7 +186,7 @@ def error(code: tl.constexpr, detail):
 
 @triton.jit
 def _sort_key_descending(values):
-    """Compute `top_p_torch.sort_key_descending` in a Triton kernel."""
+    """Compute `extraction_torch.sort_key_descending` in a Triton kernel."""
     bits = (0.0 - values).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -26,19 +26,6 @@ from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
-__all__ = [
-    "DENSE_SHARES",
-    "CandidateIndex",
-    "DenseShare",
-    "Entries",
-    "RowIds",
-    "Segments",
-    "Shard",
-    "first_true",
-    "reduce_max",
-    "reduce_sum",
-]
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -235,6 +222,8 @@ class CandidateIndex:
     """int32 [n]: the token ids of all candidate sets."""
     span_offsets: Tensor
     """int64 [T + 1]: the offsets of all candidate sets."""
+    sizes: Tensor
+    """int32 [T]: the sizes of all candidate sets. As int32, they have int32 temporaries."""
     rows: Tensor
     """int64 [A]: the listed positions."""
     segment: Tensor
@@ -258,15 +247,9 @@ class CandidateIndex:
     dense_rows: Tensor
     """int64 [D], ascending: the dense positions. They are not listed."""
 
-    @property
-    def num_positions(self) -> int:
-        """The number of positions T."""
-        return len(self.span_offsets) - 1
-
     def per_candidate(self, values: Tensor) -> Tensor:
         """Return [n]: for each candidate of all sets, the element of `values` [T] for its position."""
-        sizes = self.span_offsets.diff().int()  # for int32 temporaries
-        return torch.repeat_interleave(values, sizes, output_size=len(self.token_ids))
+        return torch.repeat_interleave(values, self.sizes, output_size=len(self.token_ids))
 
     def sum_candidates(self, values: Tensor) -> Tensor:
         """Return [T]: the sum of `values` [n] over the candidates of each position."""
@@ -325,15 +308,14 @@ class CandidateIndex:
         Raises:
             InvalidInputError: `may_wait` is True, and a target is not in its set.
         """
-        sizes = self.span_offsets.diff()
         narrow = targets.clamp(min=-1, max=torch.iinfo(torch.int32).max).int()
         is_target = self.token_ids == self.per_candidate(narrow)
         num_found = self.sum_candidates(is_target.float())
-        is_absent = (num_found == 0) & (sizes > 0)
+        is_absent = (num_found == 0) & (self.sizes > 0)
         if may_wait and (position := first_true(is_absent)) is not None:
             raise InvalidInputError(
                 f"targets: {int(targets[position])} at position {position} is not among the"
-                f" {int(sizes[position])} candidates there; its log-prob would be minus infinity"
+                f" {int(self.sizes[position])} candidates there; its log-prob would be minus infinity"
             )
         return is_target.index_select(0, self.at), None if may_wait else is_absent
 
@@ -386,7 +368,8 @@ def _build(
     return CandidateIndex(
         shard,
         token_ids,
-        sets.offsets.clone(),  # not an inference tensor
+        sets.offsets,
+        sizes.int(),
         rows,
         segment,
         _offsets(segment, len(rows)),

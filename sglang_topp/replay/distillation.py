@@ -26,9 +26,6 @@ from sglang_topp.replay.logits import LogitTransform, Other, Work, evaluate
 from sglang_topp.replay.row_selection import as_bool_mask
 from sglang_topp.replay.scores import head_policy
 
-__all__ = ["DistillationLoss", "distillation_loss"]
-
-
 # With float32 log-probs, a tail below this probability cannot be distinguished from rounding errors.
 _SMALLEST_TAIL = 1e-6
 

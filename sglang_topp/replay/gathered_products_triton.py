@@ -24,8 +24,6 @@ from torch import Tensor
 
 from sglang_topp.replay.candidate_index import Entries, Segments
 
-__all__ = ["gathered_dot", "segment_add", "segment_sum"]
-
 _PIECE = 128
 _DOT_ENTRIES = 4
 _MAX_BLOCK = 1024

@@ -26,8 +26,6 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_max, reduce_sum
 from sglang_topp.replay.row_selection import as_bool_mask
 
-__all__ = ["ReplayMetrics", "replay_metrics", "replayed_old_logprobs"]
-
 
 @dataclass(frozen=True)
 class ReplayMetrics:

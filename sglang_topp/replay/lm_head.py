@@ -24,6 +24,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -34,19 +35,6 @@ from torch.autograd.function import once_differentiable
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import Entries, Segments, Shard, reduce_sum
 
-__all__ = [
-    "HeadSource",
-    "LogitsSource",
-    "Products",
-    "Source",
-    "WeightGrad",
-    "WeightGradSink",
-    "check_tensors",
-    "gathered_dot",
-    "segment_add",
-    "segment_sum",
-]
-
 WeightGrad: TypeAlias = Literal["dense"] | Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -54,6 +42,7 @@ _WEIGHT_ROWS = 1 << 13
 _PRODUCT_BYTES = 1 << 23  # larger steps exceed a CPU's cache; smaller steps need more thread barriers
 
 
+@dataclass(eq=False)
 class HeadSource:
     """The raw outputs `hidden . weight + bias` of an LM head.
 
@@ -62,34 +51,27 @@ class HeadSource:
     is first converted to that dtype. In all other cases, all matrices are first converted.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        rows: Tensor | None,
-        shard: Shard,
-        dtype: torch.dtype,
-        ops: Products,
-        sink: WeightGradSink,
-    ) -> None:
-        """Read the head. A pass reads the positions `rows`."""
-        self._hidden, self._weight, self._bias, self._rows = hidden, weight, bias, rows
-        self._num_ids, self._group = shard.num_ids, shard.group
-        self._dtype, self._ops, self._sink = dtype, ops, sink
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rows: Tensor | None
+    """The positions that a pass reads, or None if it reads all."""
+    shard: Shard
+    dtype: torch.dtype
+    ops: Products
+    sink: WeightGradSink
 
     def saved(self, *, has_pass: bool) -> tuple[Tensor | None, ...]:
-        return self._hidden, self._weight, self._bias
+        return self.hidden, self.weight, self.bias
 
     def gather(self, entries: Entries) -> Tensor:
-        raw_m: Tensor = self._ops.gathered_dot(self._hidden, self._weight, entries, out_dtype=self._dtype)
-        return raw_m if self._bias is None else raw_m.add_(self._bias.index_select(0, entries.ids))
+        raw_m: Tensor = self.ops.gathered_dot(self.hidden, self.weight, entries, out_dtype=self.dtype)
+        return raw_m if self.bias is None else raw_m.add_(self.bias.index_select(0, entries.ids))
 
     def raw(self, part: slice) -> Tensor:
         logits_CV = self._product(self._read[part], self._head.t())
-        if self._bias is not None:
-            logits_CV += self._bias[: self._num_ids]
+        if self.bias is not None:
+            logits_CV += self.bias[: self.shard.num_ids]
         return logits_CV
 
     def gradients(
@@ -101,8 +83,8 @@ class HeadSource:
         hidden_RH = weight_VH = bias_V = None
         if chunks is not None:
             hidden_RH, weight_VH, bias_V = (
-                torch.zeros_like(tensor, dtype=self._dtype) if wants and tensor is not None else None
-                for tensor, wants in zip((self._read, self._weight, self._bias), wanted, strict=True)
+                torch.zeros_like(tensor, dtype=self.dtype) if wants and tensor is not None else None
+                for tensor, wants in zip((self._read, self.weight, self.bias), wanted, strict=True)
             )
         for part, grad_CV in chunks or ():
             if hidden_RH is not None:
@@ -110,84 +92,87 @@ class HeadSource:
             if weight_VH is not None:
                 self._add_outer(weight_VH, grad_CV, self._read[part])
             if bias_V is not None:
-                bias_V[: self._num_ids] += grad_CV.sum(dim=0)
+                bias_V[: self.shard.num_ids] += grad_CV.sum(dim=0)
         grad_hidden = self._grad_hidden(gathered, hidden_RH) if wanted[0] else None
         if gathered is not None and (wanted[1] or wanted[2]):
             gathered = gathered[0], gathered[1].index_select(0, gathered[0].order)
         if wanted[2] and gathered is not None:
             sums_V = torch.segment_reduce(gathered[1], "sum", offsets=gathered[0].by_id.offsets)
             bias_V = sums_V if bias_V is None else bias_V.add_(sums_V)
-        grad_bias = None if bias_V is None or self._bias is None else bias_V.to(self._bias.dtype)
-        grad_weight = self._sink.hand_over(self._hidden, gathered, weight_VH) if wanted[1] else None
+        grad_bias = None if bias_V is None or self.bias is None else bias_V.to(self.bias.dtype)
+        grad_weight = self.sink.hand_over(self.hidden, gathered, weight_VH) if wanted[1] else None
         return grad_hidden, grad_weight, grad_bias
 
     def _grad_hidden(self, gathered: tuple[Entries, Tensor] | None, read_RH: Tensor | None) -> Tensor:
-        dtype = self._hidden.dtype
-        if read_RH is not None and self._rows is None:
+        dtype = self.hidden.dtype
+        if read_RH is not None and self.rows is None:
             total_TH = read_RH  # the pass reads all positions
         elif gathered is None:
-            total_TH = torch.zeros_like(self._hidden, dtype=self._dtype)
+            total_TH = torch.zeros_like(self.hidden, dtype=self.dtype)
         else:
             entries, grad_m = gathered
-            is_all = read_RH is None and self._group is None  # so that its sums are rounded at once
-            total_TH = self._ops.segment_sum(
-                self._weight, entries.by_position, grad_m, out_dtype=dtype if is_all else self._dtype
+            is_all = read_RH is None and self.shard.group is None  # so that its sums are rounded at once
+            total_TH = self.ops.segment_sum(
+                self.weight, entries.by_position, grad_m, out_dtype=dtype if is_all else self.dtype
             )
-        if read_RH is not None and self._rows is not None:
-            total_TH.index_copy_(0, self._rows, read_RH)
-        return reduce_sum(total_TH, self._group).to(dtype)
+        if read_RH is not None and self.rows is not None:
+            total_TH.index_copy_(0, self.rows, read_RH)
+        return reduce_sum(total_TH, self.shard.group).to(dtype)
 
     @functools.cached_property
     def _read(self) -> Tensor:
         """[R, H]: the hidden states that a pass reads."""
-        return self._hidden if self._rows is None else self._hidden.index_select(0, self._rows)
+        return self.hidden if self.rows is None else self.hidden.index_select(0, self.rows)
 
     @functools.cached_property
     def _mixed(self) -> bool:
         """Whether tensor cores multiply in half precision."""
-        return self._hidden.is_cuda and self._hidden.dtype == self._weight.dtype != self._dtype
+        return self.hidden.is_cuda and self.hidden.dtype == self.weight.dtype != self.dtype
 
     @functools.cached_property
     def _head(self) -> Tensor:
         """[V, H]: the rows of the weight without padding, as `_product` reads them."""
-        head = self._weight[: self._num_ids]
-        return head if self._mixed else head.to(self._dtype)
+        head = self.weight[: self.shard.num_ids]
+        return head if self._mixed else head.to(self.dtype)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         product: Tensor
         if self._mixed:
-            product = torch.mm(left.to(right.dtype), right, out_dtype=self._dtype)
+            product = torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
         else:
-            product = torch.mm(left.to(self._dtype), right.to(self._dtype))
+            product = torch.mm(left.to(self.dtype), right.to(self.dtype))
         return product
 
     def _add_outer(self, grad_VH: Tensor, grad_CV: Tensor, read_CH: Tensor) -> None:
         """Add the weight's gradient from one chunk to `grad_VH`, without a second [V, H] tensor."""
         if not self._mixed:
-            grad_VH[: self._num_ids].addmm_(grad_CV.t(), read_CH.to(self._dtype))
+            grad_VH[: self.shard.num_ids].addmm_(grad_CV.t(), read_CH.to(self.dtype))
             return
-        for start in range(0, self._num_ids, _WEIGHT_ROWS):
-            rows = slice(start, min(start + _WEIGHT_ROWS, self._num_ids))
+        for start in range(0, self.shard.num_ids, _WEIGHT_ROWS):
+            rows = slice(start, min(start + _WEIGHT_ROWS, self.shard.num_ids))
             grad_VH[rows] += self._product(grad_CV[:, rows].t(), read_CH)
 
 
+@dataclass(eq=False)
 class LogitsSource:
     """Existing logits [T, V], which are only read. They count as raw outputs."""
 
-    def __init__(self, logits: Tensor, *, rows: Tensor | None, num_ids: int, dtype: torch.dtype) -> None:
-        self._logits, self._rows, self._num_ids, self._dtype = logits, rows, num_ids, dtype
+    logits: Tensor
+    rows: Tensor | None
+    num_ids: int
+    dtype: torch.dtype
 
     def saved(self, *, has_pass: bool) -> tuple[Tensor]:
         # Without a pass, the backward does not need the logits, so the caller may free or overwrite them.
-        return (self._logits if has_pass else self._logits.new_empty(()).expand(self._logits.shape),)
+        return (self.logits if has_pass else self.logits.new_empty(()).expand(self.logits.shape),)
 
     def gather(self, entries: Entries) -> Tensor:
-        return self._logits[entries.positions, entries.ids].to(self._dtype)
+        return self.logits[entries.positions, entries.ids].to(self.dtype)
 
     def raw(self, part: slice) -> Tensor:
-        if self._rows is None:
-            return self._logits[part, : self._num_ids].to(self._dtype, copy=True)
-        return self._logits[:, : self._num_ids].index_select(0, self._rows[part]).to(self._dtype)
+        if self.rows is None:
+            return self.logits[part, : self.num_ids].to(self.dtype, copy=True)
+        return self.logits[:, : self.num_ids].index_select(0, self.rows[part]).to(self.dtype)
 
     def gradients(
         self,
@@ -195,13 +180,13 @@ class LogitsSource:
         gathered: tuple[Entries, Tensor] | None,
         chunks: Iterable[tuple[slice, Tensor]] | None,
     ) -> tuple[Tensor]:
-        grad_TV = torch.zeros(self._logits.shape, dtype=self._logits.dtype, device=self._logits.device)
-        rows_TV = grad_TV[:, : self._num_ids]
+        grad_TV = torch.zeros(self.logits.shape, dtype=self.logits.dtype, device=self.logits.device)
+        rows_TV = grad_TV[:, : self.num_ids]
         for part, grad_CV in chunks or ():
-            if self._rows is None:
+            if self.rows is None:
                 rows_TV[part] = grad_CV
             else:
-                rows_TV.index_copy_(0, self._rows[part], grad_CV.to(grad_TV.dtype))
+                rows_TV.index_copy_(0, self.rows[part], grad_CV.to(grad_TV.dtype))
         if gathered is not None:
             entries, grad_m = gathered  # no candidate occurs twice
             grad_TV[entries.positions, entries.ids] = grad_m.to(grad_TV.dtype)
@@ -235,11 +220,6 @@ class WeightGradSink:
         self._leaf = weight if weight.is_leaf else None
         self._is_grad = self._buffer is not None and _is_its_grad(self._buffer, self._leaf)
         self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
-
-    def attach(self, weight: Tensor) -> Tensor:
-        """Return the weight, such that its gradient goes through this object."""
-        attached: Tensor = _Deliver.apply(weight, self)
-        return attached
 
     def hand_over(
         self, hidden: Tensor, gathered: tuple[Entries, Tensor] | None, total: Tensor | None
@@ -296,7 +276,9 @@ class WeightGradSink:
         return torch.sparse_coo_tensor(no_id, no_row, self._shape, is_coalesced=True, check_invariants=False)
 
 
-class _Deliver(torch.autograd.Function):
+class Deliver(torch.autograd.Function):
+    """Returns the weight, such that its gradient goes through a sink."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, sink: WeightGradSink) -> Tensor:
         ctx.sink = sink

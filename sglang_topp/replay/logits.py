@@ -35,8 +35,6 @@ from sglang_topp.replay.candidate_index import (
 )
 from sglang_topp.replay.lm_head import Source
 
-__all__ = ["LogitTransform", "Other", "Policy", "Work", "evaluate"]
-
 # A log-prob is raised to this value before it is multiplied by its probability, because 0 * -inf is NaN. That
 # changes no result: the probability is 0 in float32 and float64.
 LOG_PROB_FLOOR = -1.0e4
@@ -358,7 +356,7 @@ def _score_sets(
     if work.each:
         each = reduce_sum(spread(logprobs_m, index.at, len(index.token_ids)), group)
     logprobs, entropy, kl = (
-        None if values is None else spread(values, index.rows, index.num_positions) for values in by_row
+        None if values is None else spread(values, index.rows, len(index.sizes)) for values in by_row
     )
     slopes = _Slopes(of_logprobs, of_entropy, of_kl, p_m if work.each else None, of_outside)
     return [logprobs, entropy, each, kl], slopes

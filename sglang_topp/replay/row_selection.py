@@ -27,8 +27,6 @@ from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_sum
 
-__all__ = ["Layout", "RowSelection", "as_bool_mask"]
-
 Int64Array: TypeAlias = NDArray[np.int64]
 
 
@@ -38,42 +36,44 @@ class Layout:
 
     ::
 
-        thd   sequences packed one after the other, each padded at its end: hidden is [tokens, H]
-        bshd  one row per sequence, padded on the left, on the right, or on both sides: hidden is [B, S, H]
+        packed  sequences one after the other, each padded at its end: hidden is [tokens, H] ("thd")
+        padded  one row per sequence, with an attention mask: hidden is [B, S, H] ("bshd")
 
-        zigzag      each sequence (thd) or row (bshd) is cut into 2 * cp_size chunks of equal length; rank r
-                    holds chunks r and 2 * cp_size - 1 - r, in this order
-        contiguous  the whole packed stream (thd) or each row (bshd) is cut into cp_size equal parts; rank r
-                    holds part r
+        zigzag      each sequence or row is cut into 2 * cp_size chunks of equal length; rank r holds chunks r
+                    and 2 * cp_size - 1 - r, in this order
+        contiguous  the whole packed stream or each row is cut into cp_size equal parts; rank r holds part r
 
-    In bshd, the sequence lengths do not tell on which side the rows are padded. If `select_rows` assumed the
-    wrong side, the selected hidden states would be wrong but have the right shape, so no check would find the
-    mistake. For bshd, `select_rows` therefore requires the attention mask, and reads each row's padding from
-    the mask.
+    The lengths of sequences do not tell on which side rows are padded. If `select_rows` assumed the wrong
+    side, the selected hidden states would be wrong but have the right shape, so no check would find the
+    mistake. `select_rows` therefore reads each row's padding from the mask.
 
     Args:
-        format: "thd" or "bshd".
         split: how context parallelism splits the sequences; ignored for `cp_size` 1.
         cp_size, cp_rank: the size of the context-parallel group, and this rank's index in it.
-        cu_seqlens: thd only. The `cu_seqlens` of the forward pass, padding included: the first token of each
-            sequence in the whole packed stream before the split, followed by the stream's length. Sequences
-            after those of the samples hold padding. With the zigzag split and `cp_size` above 1, each
-            sequence's padded length is a multiple of `2 * cp_size`. The default is for a stream with no more
-            padding than `split` and `cp_size` require. `PackedCollator.layout` gives a packed row's Layout.
-        seq_lengths: thd only. The number of tokens of each sample, without padding, or None. `select_rows`
+        attention_mask: [B, S] for padded rows, 0 on padding, or None for packed sequences. Pass the whole
+            mask of the forward pass, such as `sglang_topp.batch.collate_rl` returns, and not one
+            context-parallel rank's part of it. A row's tokens must be one run.
+        cu_seqlens: packed only. The `cu_seqlens` of the forward pass, padding included: the first token of
+            each sequence in the whole packed stream before the split, followed by the stream's length.
+            Sequences after those of the samples hold padding. With the zigzag split and `cp_size` above 1,
+            each sequence's padded length is a multiple of `2 * cp_size`. The default is for a stream with no
+            more padding than `split` and `cp_size` require. A `PackedBatch` has the
+            layout of each row.
+        seq_lengths: packed only. The number of tokens of each sample, without padding, or None. `select_rows`
             refuses samples of other lengths, such as those of another row.
+
+    Raises:
+        InvalidInputError: an argument is not valid, or context parallelism cannot split the lengths evenly.
     """
 
-    format: Literal["thd", "bshd"] = "thd"
     split: Literal["zigzag", "contiguous"] = "zigzag"
     cp_size: int = 1
     cp_rank: int = 0
+    attention_mask: ArrayLike | None = None
     cu_seqlens: Sequence[int] | Tensor | None = None
     seq_lengths: Sequence[int] | Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in ("thd", "bshd"):
-            raise InvalidInputError(f"format: got {self.format!r}, expected 'thd' or 'bshd'")
         if self.split not in ("zigzag", "contiguous"):
             raise InvalidInputError(f"split: got {self.split!r}, expected 'zigzag' or 'contiguous'")
         if self.cp_size < 1 or not 0 <= self.cp_rank < self.cp_size:
@@ -81,12 +81,12 @@ class Layout:
                 f"got cp_size={self.cp_size}, cp_rank={self.cp_rank}; expected 0 <= cp_rank < cp_size"
             )
         for name in ("cu_seqlens", "seq_lengths"):
-            if self.format == "bshd" and getattr(self, name) is not None:
-                raise InvalidInputError(
-                    f"{name}: got {getattr(self, name)} with format 'bshd', expected None; the attention mask"
-                    " shows the padding of its rows"
-                )
-            elif getattr(self, name) is not None:
+            if getattr(self, name) is not None:
+                if self.attention_mask is not None:
+                    raise InvalidInputError(
+                        f"{name}: got {getattr(self, name)} with an attention_mask, which shows the padding"
+                        " of its rows; expected one of the two"
+                    )
                 object.__setattr__(self, name, tuple(_lengths(name, getattr(self, name)).tolist()))
         if self.cu_seqlens is not None:
             edges, multiple = np.array(self.cu_seqlens), self._num_parts if self.split == "zigzag" else 1
@@ -102,12 +102,7 @@ class Layout:
                 )
 
     def select_rows(
-        self,
-        prompt_lengths: ArrayLike,
-        response_lengths: ArrayLike,
-        *,
-        attention_mask: ArrayLike | None = None,
-        loss_mask: ArrayLike | None = None,
+        self, prompt_lengths: ArrayLike, response_lengths: ArrayLike, *, loss_mask: ArrayLike | None = None
     ) -> RowSelection:
         """Find this rank's rows that predict response tokens, and the token that each row predicts.
 
@@ -116,36 +111,26 @@ class Layout:
 
         Args:
             prompt_lengths, response_lengths: integers [B], 0 or more.
-            attention_mask: [B, S], required for bshd, and None for thd. Pass the whole mask of the forward
-                pass, not one context-parallel rank's part of the mask. The mask is 0 on padding. The function
-                `sglang_topp.batch.collate_rl` returns this attention mask.
             loss_mask: [sum of response lengths], samples concatenated. The selection leaves out rows that
                 score a token whose loss mask is 0 or False.
 
         Raises:
-            InvalidInputError: a length is negative, or prompts and responses differ in number. The attention
-                mask is missing for bshd, or given for thd. A row of the attention mask has padding between
-                its tokens, marks a wrong number of tokens, or has a width that the context-parallel ranks
-                cannot split evenly. A sample does not fit its sequence of `cu_seqlens`, or differs from
-                `seq_lengths`. The loss mask does not hold exactly one number per response token.
+            InvalidInputError: a length is negative, or prompts and responses differ in number. A sample does
+                not have as many tokens as its row of `attention_mask`, does not fit its sequence of
+                `cu_seqlens`, or differs from `seq_lengths`. The loss mask does not hold exactly one number
+                per response token.
         """
-        prompts, responses = (
-            _lengths("prompt_lengths", prompt_lengths),
-            _lengths("response_lengths", response_lengths),
-        )
+        prompts = _lengths("prompt_lengths", prompt_lengths)
+        responses = _lengths("response_lengths", response_lengths)
         if len(prompts) != len(responses):
             raise InvalidInputError(
                 f"response_lengths: got {len(responses)} for {len(prompts)} prompt_lengths"
             )
-        if self.format == "bshd":
-            first, edges = self._rows(attention_mask, prompts + responses)
-        elif attention_mask is None:
-            first, edges = self._stream(prompts + responses)
+        lengths = prompts + responses
+        if self.attention_mask is None:
+            first, edges = self._stream(lengths)
         else:
-            raise InvalidInputError(
-                "attention_mask: got one with format 'thd', expected None; packed sequences begin where their"
-                " lengths say"
-            )
+            first, edges = self._rows(to_numpy(self.attention_mask), lengths)
         num_positions, ends = int(responses.sum()), np.cumsum(responses)
         position = np.arange(num_positions)
         # The index of the hidden state that scores the token, in its sample.
@@ -154,28 +139,15 @@ class Layout:
         if loss_mask is not None:
             scored &= as_bool_mask(loss_mask, num_positions)
         row = self._held_rows(edges)[(np.repeat(first, responses) + token)[scored]]
-        mine = row >= 0
-        num_sequences = len(prompts) if self.format == "bshd" else 1
-        return RowSelection(
-            row[mine],
-            position[scored][mine],
-            int(edges[-1]) // self.cp_size,
-            num_sequences,
-            responses,
-            scored,
-        )
+        mine, num_rows = row >= 0, int(edges[-1]) // self.cp_size
+        num_sequences = 1 if self.attention_mask is None else len(prompts)
+        return RowSelection(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
 
-    def _rows(self, attention_mask: ArrayLike | None, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def _rows(self, mask: NDArray[Any], lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return `(first, edges)` of the rows of `attention_mask`, one after the other.
 
         `first` [B] is where each sample begins, and row `b` is from `edges[b]` to `edges[b + 1] - 1`.
         """
-        if attention_mask is None:
-            raise InvalidInputError(
-                "attention_mask: missing; with format 'bshd' only the mask of the forward pass tells on which"
-                " side rows are padded"
-            )
-        mask = to_numpy(attention_mask)
         if mask.ndim != 2 or len(mask) != len(lengths) or mask.dtype.kind not in "biuf":
             raise InvalidInputError(
                 f"attention_mask: got {mask.dtype} of shape {mask.shape}, expected numbers"
@@ -230,7 +202,7 @@ class Layout:
 
     def _held_rows(self, edges: Int64Array) -> Int64Array:
         """Return int64 [edges[-1]]: each token's row on this rank, or -1 if another rank holds the token."""
-        if self.format == "thd" and self.split == "contiguous":
+        if self.attention_mask is None and self.split == "contiguous":
             edges = edges[[0, -1]]  # the whole stream is cut, not each sequence
         lengths, parts = np.diff(edges), self._num_parts
         column = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
@@ -316,7 +288,11 @@ class RowSelection:
                 from the number of response positions, in total or in one sample.
         """
         if not isinstance(candidates, CandidateSets):
-            self._check_samples(candidates)
+            lengths, expected = [len(sets) for sets in candidates], self.response_lengths.tolist()
+            if lengths != expected:
+                raise InvalidInputError(
+                    f"candidates: got samples of {lengths} positions, expected {expected}, as the responses"
+                )
             candidates = CandidateSets.concat(candidates)
         self._check_length("candidates", len(candidates))
         return candidates.take(self.positions)
@@ -344,17 +320,6 @@ class RowSelection:
             with torch.inference_mode(False):
                 self._indices[name, device] = to_device(getattr(self, name), device)
         return self._indices[name, device]
-
-    def _check_samples(self, candidates: Sequence[CandidateSets]) -> None:
-        if len(candidates) != len(self.response_lengths):
-            raise InvalidInputError(
-                f"candidates: got {len(candidates)} samples, expected {len(self.response_lengths)}"
-            )
-        for sample, (sets, length) in enumerate(zip(candidates, self.response_lengths, strict=True)):
-            if len(sets) != length:
-                raise InvalidInputError(
-                    f"candidates: got {len(sets)} positions for sample {sample}, whose response has {length}"
-                )
 
     def _check_length(self, name: str, length: int) -> None:
         if length != len(self.scored):

@@ -25,6 +25,7 @@ from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import DENSE_SHARES, CandidateIndex, Shard, first_true, reduce_sum
 from sglang_topp.replay.lm_head import (
+    Deliver,
     HeadSource,
     LogitsSource,
     Products,
@@ -33,9 +34,6 @@ from sglang_topp.replay.lm_head import (
     check_tensors,
 )
 from sglang_topp.replay.logits import LogitTransform, Other, Policy, Work, evaluate
-
-__all__ = ["Scores", "head_policy", "score", "score_logits"]
-
 
 # How many bytes the logits of a chunk take.
 _LOGITS_CHUNK_BYTES = 1 << 23
@@ -254,7 +252,11 @@ def head_policy(
     num_bytes = max(_HEAD_CHUNK_BYTES, hidden.numel() * dtype.itemsize)
     chunk_rows = _rows_of_chunk(chunk_rows, shard, dtype, num_bytes)
     source = functools.partial(HeadSource, shard=shard, dtype=dtype, ops=ops, sink=sink)
-    return Policy(source, shard, transform, dtype, chunk_rows, "head"), (hidden, sink.attach(weight), bias)
+    return Policy(source, shard, transform, dtype, chunk_rows, "head"), (
+        hidden,
+        Deliver.apply(weight, sink),
+        bias,
+    )
 
 
 def _rows_of_chunk(chunk_rows: int | None, shard: Shard, dtype: torch.dtype, num_bytes: int) -> int:
@@ -298,12 +300,12 @@ def _score(
     )
     is_target, is_absent = index.find_targets(targets, may_wait=may_wait)
     transform = policy.transform.on(targets.device, len(targets), may_wait=may_wait or full)
-    columns = _columns(targets, policy.shard, checks=full)
+    columns = _columns(targets, policy.shard, checks=full) if index.num_read else None
     work = Work(
         replace(policy, transform=transform),
         index,
         is_target,
-        columns if index.read_rows is None else columns.index_select(0, index.read_rows),
+        columns if columns is None or index.read_rows is None else columns.index_select(0, index.read_rows),
         None if kl_to is None else Other(_renormalized(kl_to, index, policy.dtype)),
         entropy,
         per_candidate,
@@ -354,7 +356,7 @@ def _check_numbers(logprobs: Tensor | None, over: str, logits: str) -> None:
 
 
 def _renormalized(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> Tensor:
-    """Return [n]: the other policy's log-probs, renormalized over each set, and 0 in sets of one."""
+    """Return [n]: the other policy's log-probs, renormalized over each set."""
     num_candidates = len(index.token_ids)
     if kl_to.shape != (num_candidates,):
         raise InvalidInputError(
@@ -366,7 +368,6 @@ def _renormalized(kl_to: Tensor, index: CandidateIndex, dtype: torch.dtype) -> T
     # For a token of probability 0, SGLang reports float32's lowest value as the log-prob.
     kl_to = kl_to.to(dtype)
     logprobs = kl_to.masked_fill(kl_to <= float(LOWEST), -torch.inf)
-    logprobs = logprobs.masked_fill(index.per_candidate(index.span_offsets.diff() < 2), 0.0)
     shifted = logprobs - index.per_candidate(
         torch.segment_reduce(logprobs, "max", offsets=index.span_offsets)
     )

@@ -39,39 +39,6 @@ def test_slice_and_take_equal_those_of_a_list(rows: list[CandidateSets], data: s
     assert pickle.loads(pickle.dumps(batch[start:stop])) == batch[start:stop]
 
 
-@given(rows_of_sets(), st.data())
-def test_place_puts_every_set_into_its_column(rows: list[CandidateSets], data: st.DataObject) -> None:
-    width, into, starts = 14, [], []
-    line, column = 0, 0
-    for row in rows:
-        column += data.draw(st.integers(0, 3))
-        if column + len(row) > width or data.draw(st.booleans()):
-            line, column = line + 1 + data.draw(st.integers(0, 1)), data.draw(st.integers(0, 3))
-        into.append(line)
-        starts.append(column)
-        column += len(row)
-    shape = (line + 2, width)
-    placed = BatchCandidateSets.from_rows(rows).place(into, starts, shape)
-    assert placed.lengths.tolist() == [width] * shape[0]
-    expected = [[([], [], -1)] * width for _ in range(shape[0])]
-    for row, i, start in zip(rows, into, starts, strict=True):
-        for t, (ids, logprobs) in enumerate(row):
-            expected[i][start + t] = (ids.tolist(), as_list(logprobs), int(row.sampled_ids[t]))
-    for i, line_sets in enumerate(placed):
-        got = [
-            (ids.tolist(), as_list(logprobs), int(sampled))
-            for (ids, logprobs), sampled in zip(line_sets, line_sets.sampled_ids, strict=True)
-        ]
-        assert got == expected[i]
-    # The placed sets pass the constructor's checks.
-    assert CandidateSets(*placed.sets._arrays()) == placed.sets
-
-
-def as_list(logprobs: np.ndarray | None) -> list[float]:
-    """Return the log-probs as a list. Empty spans may have none."""
-    return [] if logprobs is None else logprobs.tolist()
-
-
 def test_rows_with_and_without_logprobs_do_not_mix() -> None:
     known = CandidateSets([5, 2], [-0.5, -1.0], [0, 2], [2])
     ids_only = known.without_logprobs()
@@ -86,37 +53,6 @@ def test_rows_with_and_without_logprobs_do_not_mix() -> None:
         InvalidInputError, match=r"candidates\[1\]: has no log-probs, and candidates\[0\] has"
     ):
         BatchCandidateSets.from_rows([known, ids_only])
-
-
-@pytest.mark.parametrize(
-    ("into", "starts"),
-    [
-        ([0, 0], [0, 1]),
-        ([0, 0], [3, 0]),
-        ([1, 0], [0, 0]),
-        ([0, 2], [0, 0]),
-        ([0, 1], [0, 4]),
-        ([0, 1], [-1, 0]),
-    ],
-)
-def test_place_refuses_overlaps_disorder_and_overhang(into: list[int], starts: list[int]) -> None:
-    batch = BatchCandidateSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(2)])
-    with pytest.raises(InvalidInputError, match="cannot lie at row"):
-        batch.place(into, starts, (2, 5))
-
-
-@pytest.mark.parametrize("wrong", [[0.9, 1.0], ["0", "1"], [False, True], [[0], [0, 1]], [0, None]])
-def test_place_refuses_values_that_are_no_integers(wrong: Any) -> None:
-    batch = BatchCandidateSets.from_rows([CandidateSets.empty(2), CandidateSets.empty(2)])
-    with pytest.raises(InvalidInputError, match=r"into: .*expected integers"):
-        batch.place(wrong, [0, 0], (2, 5))
-    with pytest.raises(InvalidInputError, match=r"starts: .*expected integers"):
-        batch.place([0, 1], wrong, (2, 5))
-
-
-def test_place_refuses_a_different_number_of_rows() -> None:
-    with pytest.raises(InvalidInputError, match="into, starts"):
-        BatchCandidateSets.from_rows([CandidateSets.empty(2)]).place([0, 1], [0, 0], (2, 5))
 
 
 @pytest.mark.parametrize("rows", [[2], [-1], [0.5], [[0]], [[0], [0, 1]], "a"])

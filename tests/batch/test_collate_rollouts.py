@@ -63,7 +63,7 @@ def by_hand(rollouts: list[Rollout], rewards: list[list[float]]) -> dict[str, An
 def assert_same(got: Any, expected: Any) -> None:
     assert list(got) == list(expected)
     for name, value in expected.items():
-        if name == "candidates":
+        if name in ("candidates", "layouts"):
             assert got[name] == value
         elif isinstance(value, list):
             assert all(a.equal(b) for a, b in zip(got[name], value, strict=True))

@@ -140,7 +140,6 @@ def test_droppable_field_loses_only_masked_values(mask: torch.Tensor, pad: int) 
         {"mask": mask, "field": field}, {"field": NestedFieldSpec("mask", pad, droppable=True)}
     )
     assert unnest_batch(nested)["field"].equal(torch.where(mask != 0, field, pad))
-    assert nested.outside == {}
 
 
 def test_masked_tool_tokens_are_kept() -> None:
@@ -151,7 +150,6 @@ def test_masked_tool_tokens_are_kept() -> None:
     out = unnest_batch(nested)
     assert out["responses"].equal(responses)
     assert out["loss_mask"].equal(loss_mask)
-    assert nested.outside == {"responses": 3}
     rows = [row.tolist() for row in nested.jagged("responses").unbind()]
     assert rows == [[11, 12, 91, 92, 13], [21, 90, 22, 23]]
 
@@ -166,7 +164,6 @@ def test_nested_size_is_that_of_the_kept_values() -> None:
     values = 64 * 100 * (8 + 4 + 4)
     masks = 64 * (125 + 8) + 8  # one bit per column, and the rows' lengths
     assert nested.nbytes == values + masks
-    assert nested.outside == {}
 
 
 def small_batch() -> dict[str, Any]:
@@ -182,14 +179,9 @@ def small_batch() -> dict[str, Any]:
     }
 
 
-def test_other_fields_are_kept_reported_and_split_by_rows() -> None:
+def test_other_fields_are_kept_and_split_by_rows() -> None:
     batch = small_batch()
     nested = nest_batch(batch, {"field": "mask"})
-    assert nested.dense == {
-        "mask": "[2, 3] torch.int64 48 bytes",
-        "advantages": "[2, 2] torch.float32 16 bytes",
-    }
-    assert "dense: mask, advantages" in repr(nested)
     out = unnest_batch(nested)
     assert list(out) == list(batch)
     assert out["advantages"].data_ptr() == batch["advantages"].data_ptr()
@@ -230,7 +222,6 @@ def test_strict_reports_fields_that_cannot_be_nested() -> None:
     tensors = TensorDict({"mask": mask, "inner": {"x": {"y": field}, "z": field[:, 0]}}, batch_size=[2])
     with pytest.raises(InvalidInputError, match=r": inner.x.y \[2, 3\] torch.float32 24 bytes$"):
         nest_batch(tensors, {"mask": "mask"}, strict=True)
-    assert nest_batch(tensors, {}).dense.keys() == {"mask", "inner.x.y"}
 
 
 def test_input_is_not_changed_and_shares_no_nested_memory() -> None:
@@ -289,14 +280,12 @@ def test_lazily_conjugated_and_negated_fields_round_trip() -> None:
         (
             {"field": torch.zeros(2, 4, 3)},
             {"field": "mask"},
-            r"field: got 4 columns, expected 3, as its mask has; for its dimension 2, pass"
-            r" NestedFieldSpec\(columns=2\)",
+            "field: got 4 columns, expected 3, as its mask has; see its spec's `columns`",
         ),
         (
             {"field": torch.zeros(4, 2, 3)},
             {},
-            r"field: got 4 rows, expected 2, as in mask; if the rows of field are dimension 1, pass"
-            r" field.transpose\(0, 1\)",
+            "field: got 4 rows, expected 2, as in mask$",
         ),
         ({}, {"field": NestedFieldSpec("mask", columns=2)}, "columns=2, expected a dimension from 1 to 1"),
         ({}, {"field": NestedFieldSpec("mask", columns=-1)}, "columns=-1, expected a dimension from 1 to 1"),
@@ -342,7 +331,6 @@ def test_tensordict_comes_back_as_a_tensordict() -> None:
     source.set_non_tensor("sets", batch["sets"])
     source.set_non_tensor("temperature", 0.7)
     nested = nest_batch(source, {"field": "mask", "mask": "mask"})
-    assert nested.dense == {"advantages": "[2, 2] torch.float32 16 bytes"}
     out = unnest_batch(pickle.loads(pickle.dumps(nested)))
     assert isinstance(out, TensorDict)
     assert out.batch_size == torch.Size([2])
@@ -385,7 +373,7 @@ def test_position_ids_with_their_columns_last_round_trip() -> None:
     assert identical(unnest_batch(nested.take([1]))["position_ids"], position_ids[1:])
     assert [row.shape for row in nested.jagged("position_ids").unbind()] == [(4, 3), (3, 3)]
     heads_first = position_ids.transpose(0, 1)
-    with pytest.raises(InvalidInputError, match=r"pass position_ids.transpose\(0, 1\)"):
+    with pytest.raises(InvalidInputError, match="mask: got 2 rows, expected 3, as in position_ids"):
         nest_batch({"position_ids": heads_first, "mask": mask}, {"position_ids": spec})
     moved = nest_batch({"mask": mask, "position_ids": heads_first.transpose(0, 1)}, {"position_ids": spec})
     assert identical(unnest_batch(moved)["position_ids"], position_ids)

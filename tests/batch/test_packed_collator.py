@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -172,7 +173,8 @@ def test_layout_selects_the_columns_that_predict_the_response(
             seen = []
             for rank in range(cp_size):
                 columns = torch.tensor(columns_of_rank(edges, cp_size, rank), dtype=torch.float32)[:, None]
-                rows = collator.layout(batch, row, rank).select_rows(before, after)
+                layout = replace(batch["layouts"][row], cp_rank=rank)
+                rows = layout.select_rows(before, after)
                 picked = rows.select(columns).flatten().tolist()
                 assert picked == [expected[at] for at in rows.positions]
                 seen += picked
@@ -183,16 +185,16 @@ def test_layout_selects_the_columns_that_predict_the_response(
                 else:
                     with pytest.raises(InvalidInputError, match="by the layout this rank holds"):
                         other.select(columns)
-                bshd = Layout("bshd", cp_size=cp_size, cp_rank=rank)
                 mask = batch["attention_mask"][row : row + 1]
+                padded = Layout(cp_size=cp_size, cp_rank=rank, attention_mask=mask)
                 if len(members) == 1:
                     whole = columns_of_rank([0, mask.shape[1]], cp_size, rank)
-                    alone = bshd.select_rows(before, after, attention_mask=mask)
+                    alone = padded.select_rows(before, after)
                     states = torch.tensor(whole, dtype=torch.float32)[None, :, None]
                     assert alone.select(states).flatten().tolist() == [expected[at] for at in alone.positions]
                 else:
                     with pytest.raises(InvalidInputError, match="attention_mask: got"):
-                        bshd.select_rows(before, after, attention_mask=mask)
+                        padded.select_rows(before, after)
             assert sorted(seen) == expected
 
 
@@ -203,7 +205,7 @@ def test_layout_refuses_samples_of_another_row_or_order() -> None:
     )
     members = torch.cat(batch["samples"]).tolist()
     assert members == [2, 0, 1]
-    layout = collator.layout(batch, 0)
+    layout = batch["layouts"][0]
     layout.select_rows([9, 1, 1], [1, 1, 2])
     for prompts, responses in (([9, 1, 1], [1, 2, 1]), ([9, 1], [1, 2]), ([9, 1, 1, 1], [1, 2, 1, 0])):
         with pytest.raises(InvalidInputError, match=r"samples of .* tokens, expected .*, as in seq_lengths"):

@@ -181,17 +181,39 @@ def test_take_is_one_position_after_the_other(sets, data):
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        ([0, 3], "got 3, expected 0 or more, below 3"),
-        ([-1], "got -1, expected 0 or more, below 3"),
-        (np.array([2**63], np.uint64), f"got {2**63}, expected 0 or more, below 3"),
+        ([0, 3], "got 3, expected 0 to 2"),
+        ([-1], "got -1, expected 0 to 2"),
+        (np.array([2**63], np.uint64), f"got {2**63}, expected 0 to 2"),
         ([0.0], r"got float64 of shape \(1,\), expected integers"),
         ([True, False, True], "got bool"),
-        (1, r"of shape \(\), expected integers \[R\]"),
+        (1, r"of shape \(\), expected integers \[any\]"),
     ],
 )
 def test_take_refuses(positions, message):
     with pytest.raises(InvalidInputError, match=f"positions: {message}" if message[:3] == "got" else message):
         of(A, {}, B).take(positions)
+
+
+@given(candidate_sets, st.integers(1, 5), st.data())
+def test_place_puts_the_sets_where_the_mask_is_true(sets, width, data):
+    mask = np.zeros((len(sets) // width + 2, width), bool)
+    at = sorted(data.draw(st.permutations(range(mask.size)))[: len(sets)])
+    mask.flat[at] = True
+    placed = sets.place(mask)
+    one = [CandidateSets.empty(1)] * mask.size
+    for t, place in enumerate(at):
+        one[place] = sets[t : t + 1]
+    assert placed == CandidateSets.concat(one)
+    assert CandidateSets(*placed._arrays()) == placed
+
+
+@pytest.mark.parametrize("mask", [np.ones((2, 2), bool), np.eye(3), np.zeros(3, bool)])
+def test_place_refuses_a_mask_that_does_not_fit(mask):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"mask: got (4 true|float64|0 true).*, expected booleans with 3 true elements",
+    ):
+        of(A, {}, B).place(mask)
 
 
 def test_intersection_keeps_this_ones_values_and_the_sampled_token():

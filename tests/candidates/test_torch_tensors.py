@@ -65,7 +65,7 @@ def test_torchs_default_device_is_the_default():
 
 
 class Calls(TorchFunctionMode):
-    """Records pinned allocations and copies to a device. Without CUDA, no memory can be pinned."""
+    """Records what is pinned and copies to a device. Without CUDA, no memory can be pinned."""
 
     def __init__(self) -> None:
         self.pinned: list[int] = []
@@ -74,9 +74,8 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("pin_memory"):
-            self.pinned.append(args[0])
-            kwargs = kwargs | {"pin_memory": torch.cuda.is_available()}
+        if func is torch.Tensor.pin_memory:
+            self.pinned.append(args[0].nbytes)
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_, torch.tensor):
             self.copied.append((func, kwargs))
         return func(*args, **kwargs)

@@ -27,7 +27,8 @@ class Served(NamedTuple):
 
 def tutorial_command(start: str) -> list[str]:
     """Return the words of the tutorial's only command that begins with `start`."""
-    (line,) = re.findall(rf"^{re.escape(start)}.*$", (DOCS / "tutorial.md").read_text(), re.M)
+    page = (DOCS / "tutorial.md").read_text().replace("\\\n", "")
+    (line,) = re.findall(rf"^{re.escape(start)}.*$", page, re.M)
     return shlex.split(line)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.documentation_blocks import DOCS
 
 ROOT = DOCS.parent
-MAX_README_LINES = 150
+MAX_README_LINES = 120
 MAX_PICTURE_BYTES = 150_000
 PICTURES = sorted(path for path in (DOCS / "pictures").iterdir() if path.suffix in (".svg", ".png"))
 

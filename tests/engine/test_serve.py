@@ -148,7 +148,7 @@ def test_the_command_generate(served: Served, where: str, model_path: Path, tmp_
 def test_the_documented_rollout_loop_with_resume_and_scores(served: Served) -> None:
     names: dict[str, object] = {}
     for page, part in (
-        ("how-to/roll-out.md", "for step in range("),
+        ("how-to/roll-out.md", "rollout.masked_logprobs"),
         ("how-to/resume-and-tools.md", "on_abort="),
         ("how-to/score-and-distill.md", "teacher.score("),
     ):

@@ -194,7 +194,7 @@ HUGE = 2**31 - 1
         ),
         (in_form("flat", val_flat=[-1.0] * 5), "val_flat", "got 5 numbers, expected 2 x 3"),
         (in_form("flat", idx_flat=[1, 2, 3]), "idx_flat", "got 3 numbers, expected 2 x 3"),
-        (in_form("flat", idx_flat=[1, 2, 3, 4, 5, 6.0]), "idx_flat", "expected a list of integers"),
+        (in_form("flat", idx_flat=[1, 2, 3, 4, 5, 6.0]), "idx_flat", "expected integers of 32 bits"),
         (in_form("flat", val_flat="x"), "val_flat", "got str, expected a list of numbers"),
         (in_form("flat", val_flat=...), "val_flat", "missing beside output_top_logprobs_idx_flat"),
         (in_form("flat", null_prefix=...), "null_prefix", "missing beside output_top_logprobs_val_flat"),

@@ -44,9 +44,8 @@ def take(
         on_gpu = logprobs.to("cuda")
         drawn = None if sampled is None else torch.tensor(sampled).to("cuda")
         with forbid_waits():
-            sets = gpu_extraction.stage_top_p(on_gpu, np.array(p, np.float64), drawn, capacity=capacity).map(
-                on_host
-            )
+            found = gpu_extraction.find_top_p(on_gpu, np.array(p, np.float64), drawn)
+            sets = found.stage(capacity).map(on_host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     return sets
@@ -129,9 +128,8 @@ def test_lowest_value_counts_as_zero_probability():
     got = take(logprobs, [1.0], [int(logprobs[0].argmin())], VOCAB)
     assert got.sizes[0] == VOCAB
     with gpu():
-        few = gpu_extraction.stage_top_p(logprobs.to("cuda"), np.ones(1), None, capacity=9, lowest=-1e20).map(
-            on_host
-        )
+        found = gpu_extraction.find_top_p(logprobs.to("cuda"), np.ones(1), None, lowest=-1e20)
+        few = found.stage(9).map(on_host)
     assert few.sets()[2].tolist() == [0, 3]
 
 
@@ -174,12 +172,10 @@ def test_sampler_support_equals_the_reference(width, capacity):
         names_there = None if names is None else names.to("cuda")
         sampled_there = torch.tensor(sampled).to("cuda")
         with forbid_waits():
-            got = gpu_extraction.stage_support(*arguments, names_there, sampled_there, capacity=capacity).map(
-                on_host
-            )
+            sets = gpu_extraction.find_support(*arguments, names_there, sampled_there)
+            found = sets.stage(capacity).map(on_host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    found = got
     want = reference.support_candidates(
         logprobs[rows], is_drawn[rows].float(), names, sampled_ids=torch.tensor(sampled)
     )
@@ -199,7 +195,7 @@ def test_invalid_sampler_support_is_named_per_row():
     sampled = torch.tensor([0, 0, 0, -1, 0])
     with gpu():
         there = [each.to("cuda") for each in (logprobs, is_drawn, ids, sampled)]
-        found = gpu_extraction.stage_support(*there, capacity=10_000).map(on_host)
+        found = gpu_extraction.find_support(*there).stage(10_000).map(on_host)
     problems = found.problems(VOCAB)
     assert [str(problems[row]) for row in range(4)] == [
         "logprobs: row 0 holds NaN; expected natural log-probs, at most 0",
@@ -227,7 +223,7 @@ def test_public_functions_accept_gpu_tensors():
 
 def test_forbid_waits_detects_waits():
     """The unstaged extraction waits for the device, so the check can fail."""
-    from sglang_topp.nucleus import top_p_torch
+    from sglang_topp.nucleus import extraction_torch
     from sglang_topp.nucleus.argument_checks import check_top_p_arguments
 
     with gpu():
@@ -235,7 +231,7 @@ def test_forbid_waits_detects_waits():
             return
         there = rows_of_sizes([3]).to("cuda")
         with forbid_waits(), pytest.raises(AssertionError, match="the host would wait"):
-            top_p_torch.top_p_candidates(*check_top_p_arguments(there, 0.9, None))
+            extraction_torch.top_p_candidates(*check_top_p_arguments(there, 0.9, None))
         for waits in (
             lambda: bool(there.any()),
             lambda: there[there > 0],

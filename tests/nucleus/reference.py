@@ -17,10 +17,11 @@ from torch import Tensor
 from sglang_topp.candidates.validation import MAX_LOGPROB
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.nucleus.argument_checks import (
+    NOT_LOGPROBS,
+    SAMPLED_OUT_OF_RANGE,
     check_support_arguments,
     check_top_p_arguments,
-    not_logprobs,
-    sampled_out_of_range,
+    row_error,
 )
 
 __all__ = ["nucleus", "settled", "support_candidates", "top_p_candidates"]
@@ -67,12 +68,12 @@ def top_p_candidates(
         if p_B[b] > 0:
             for value in row:
                 if not value <= MAX_LOGPROB:
-                    raise not_logprobs(b, value)
+                    raise row_error(b, NOT_LOGPROBS, value)
             candidates = set(nucleus(row, float(p_B[b]), lowest))
             if sampled_B is not None:
                 sampled = int(sampled_B[b])
                 if not 0 <= sampled < vocab:
-                    raise sampled_out_of_range(b, sampled, vocab)
+                    raise row_error(b, SAMPLED_OUT_OF_RANGE, sampled, vocab)
                 candidates.add(sampled)
             ordered = sorted(candidates, key=lambda i: (-row[i], i))
             token_ids += ordered
@@ -104,7 +105,7 @@ def settled(
         for kept in range(few, min(many, len(levels)) + 1):
             sampled = levels[0] if sampled_B is None else row[int(sampled_B[b])]
             if counts[:kept].sum() + (sampled < levels[kept - 1]) == sizes[b]:
-                p_B[b] = above[kept - 1 : kept + 1].mean()
+                p_B[b] = min(above[kept - 1 : kept + 1].mean(), np.nextafter(1, 0))  # rounded masses exceed 1
     return p_B
 
 
@@ -116,7 +117,7 @@ def support_candidates(
     sampled_ids: Sequence[int] | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the result of `sglang_topp.nucleus.support_candidates` directly from the definition."""
-    logprobs_RV, weights_RW, ids_RW, sampled_R = check_support_arguments(
+    logprobs_RV, is_drawn_RW, ids_RW, sampled_R = check_support_arguments(
         logprobs, weights, token_ids, sampled_ids
     )
     vocab = logprobs_RV.shape[1]
@@ -127,12 +128,12 @@ def support_candidates(
     for r, row in enumerate(logprobs_RV.tolist()):
         sampled = int(sampled_R[r])
         if not 0 <= sampled < vocab:
-            raise sampled_out_of_range(r, sampled, vocab)
+            raise row_error(r, SAMPLED_OUT_OF_RANGE, sampled, vocab)
         names = range(vocab) if ids_RW is None else ids_RW[r].tolist()
-        candidates = {i for i, weight in zip(names, weights_RW[r].tolist(), strict=True) if weight > 0}
+        candidates = {i for i, is_drawn in zip(names, is_drawn_RW[r].tolist(), strict=True) if is_drawn}
         for i in candidates | {sampled}:
             if not row[i] <= MAX_LOGPROB:
-                raise not_logprobs(r, row[i])
+                raise row_error(r, NOT_LOGPROBS, row[i])
             if row[i] <= lowest and i != sampled:
                 raise InvalidInputError(f"weights: row {r} can draw token {i} of zero probability")
         ordered = sorted(candidates | {sampled}, key=lambda i: (-row[i], i))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidCandidateSetsError
-from sglang_topp.nucleus import top_p_torch
+from sglang_topp.nucleus import extraction_torch
 from sglang_topp.nucleus.argument_checks import check_top_p_arguments
 from tests.nucleus import reference
 
@@ -25,13 +25,13 @@ FIXED = [1e-12, 6e-6, 1e-5, 1e-3, 0.033, 0.5, 0.9, 0.9666, 0.98, 0.9979, 0.9981,
 
 
 def by_torch(logprobs, p, sampled_ids):
-    return top_p_torch.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
+    return extraction_torch.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
 
 
 def by_triton(logprobs, p, sampled_ids):
     from sglang_topp.nucleus import gpu_extraction
 
-    return gpu_extraction.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
+    return gpu_extraction.find_top_p(*check_top_p_arguments(logprobs, p, sampled_ids)).complete()
 
 
 IMPLEMENTATIONS = (

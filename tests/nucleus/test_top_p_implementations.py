@@ -21,7 +21,7 @@ from torch import Tensor
 from sglang_topp import CandidateSets
 from sglang_topp.candidates.validation import MAX_LOGPROB
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import top_p_candidates, top_p_torch
+from sglang_topp.nucleus import extraction_torch, top_p_candidates
 from sglang_topp.nucleus.argument_checks import check_top_p_arguments
 from tests.fake_gpu import gpu
 from tests.nucleus import reference
@@ -35,13 +35,13 @@ VOCABS = sorted({1, 7, 512, 8_191, 8_256, 8_257, LARGE} | (set() if IS_INTERPRET
 
 
 def by_torch(logprobs, p, sampled_ids=None):
-    return top_p_torch.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
+    return extraction_torch.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
 
 
 def by_triton(logprobs, p, sampled_ids=None):
     from sglang_topp.nucleus import gpu_extraction
 
-    return gpu_extraction.top_p_candidates(*check_top_p_arguments(logprobs, p, sampled_ids))
+    return gpu_extraction.find_top_p(*check_top_p_arguments(logprobs, p, sampled_ids)).complete()
 
 
 IMPLEMENTATIONS = {"triton": by_triton} if IS_INTERPRETED else {"torch": by_torch}
@@ -257,7 +257,7 @@ def test_any_small_batch(implementation, batch):
 @contextmanager
 def small_blocks(implementation):
     if implementation == "torch":
-        with mock.patch.multiple(top_p_torch, _BLOCK=4, _ATTEMPTS=(2, 5), _WHOLE_VALUES_CPU=100):
+        with mock.patch.multiple(extraction_torch, _BLOCK=4, _ATTEMPTS=(2, 5), _WHOLE_VALUES=100):
             yield
     else:
         from sglang_topp.nucleus import top_p_triton

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 def test_all_cases_pass_in_the_interpreter():
     files = (
         "test_top_p_implementations.py",
-        "test_sampler_support_torch.py",
+        "test_support_implementations.py",
         "test_kept_mass.py",
         "gpu_extraction_cases.py",
     )

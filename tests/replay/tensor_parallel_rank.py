@@ -310,12 +310,8 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
         before = [0, 24 - prompt - response, 5][i % 3]
         padded[i, before : before + prompt + response] = 1
 
-    def rows_of(layout: Layout, loss_mask=None):
-        mask = {"attention_mask": padded} if layout.format == "bshd" else {}
-        return layout.select_rows(prompts, responses, loss_mask=loss_mask, **mask)
-
     def run(layout: Layout, hidden, weight, cp_group, **sharded):
-        rows = rows_of(layout, loss_mask)
+        rows = layout.select_rows(prompts, responses, loss_mask=loss_mask)
         picked = rows.select(hidden)
         replayed = score(picked, weight, rows.take(ids), rows.take_sets(sets), entropy=True, **sharded)
         unmasked = score(picked, weight, rows.take(ids), entropy=True, **sharded)
@@ -325,16 +321,16 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
         return spread
 
     out = {}
-    for format_ in ("thd", "bshd"):
+    for format_, mask in (("packed", None), ("padded", padded)):
         for split in ("zigzag", "contiguous"):
-            alone_layout = Layout(format_)
-            alone_rows = rows_of(alone_layout)
+            alone_layout = Layout(attention_mask=mask)
+            alone_rows = alone_layout.select_rows(prompts, responses)
             hidden, weight = leaves(draw(alone_rows.num_hidden_rows, H), draw(vocab, H))
             expected = run(alone_layout, hidden, weight, None)
 
             # This rank's hidden states: the rows that it scores, and noise elsewhere.
-            layout = Layout(format_, split, cp_size, cp_rank)
-            rows = rows_of(layout)
+            layout = Layout(split, cp_size, cp_rank, mask)
+            rows = layout.select_rows(prompts, responses)
             local = draw(rows.num_hidden_rows, H, seed=7)
             alone_at = dict(zip(alone_rows.positions, alone_rows.hidden_rows, strict=True))
             source = torch.tensor([int(alone_at[p]) for p in rows.positions], dtype=torch.int64)
@@ -355,7 +351,7 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
                 pairs
             )
 
-    layout = Layout("thd", "zigzag", cp_size, cp_rank)
+    layout = Layout("zigzag", cp_size, cp_rank)
     rows, everything = layout.select_rows(prompts, responses), Layout().select_rows(prompts, responses)
     new = draw(num_positions)
     old = replayed_old_logprobs(sets)

@@ -92,7 +92,7 @@ def test_collate_rl(model, samples):
     )
     mask = batch["attention_mask"]
     assert (mask[:, 0] == 0).any()  # or nothing is tested
-    rows = Layout("bshd").select_rows(PROMPTS, RESPONSES, attention_mask=mask)
+    rows = Layout(attention_mask=mask).select_rows(PROMPTS, RESPONSES)
     hidden = hidden_states(model, batch["sequences"], mask)
     got = scored_by_layout(model, samples, hidden, rows)
     torch.testing.assert_close(got, scored_alone(model, samples), rtol=1e-4, atol=1e-5)
@@ -105,13 +105,15 @@ def test_every_side_and_split(model, samples, side, split, cp_size):
     hidden = hidden_states(model, sequences, mask)
     got = torch.zeros(sum(RESPONSES))
     for rank in range(cp_size):
-        rows = Layout("bshd", split, cp_size, rank).select_rows(PROMPTS, RESPONSES, attention_mask=mask)
+        rows = Layout(split, cp_size, rank, mask).select_rows(PROMPTS, RESPONSES)
         chunks = hidden.chunk(2 * cp_size if split == "zigzag" else cp_size, dim=1)
         mine = [chunks[rank], chunks[-1 - rank]] if split == "zigzag" else [chunks[rank]]
         got += rows.scatter(scored_by_layout(model, samples, torch.cat(mine, dim=1), rows))
     torch.testing.assert_close(got, scored_alone(model, samples), rtol=1e-4, atol=1e-5)
 
 
-def test_no_side_is_assumed():
-    with pytest.raises(InvalidInputError, match="attention_mask: missing"):
-        Layout("bshd").select_rows(PROMPTS, RESPONSES)
+def test_no_side_is_assumed(model, samples):
+    sequences, mask = padded(samples, "left")
+    rows = Layout().select_rows(PROMPTS, RESPONSES)
+    with pytest.raises(InvalidInputError, match="by the layout this rank holds"):
+        rows.select(hidden_states(model, sequences, mask))

@@ -67,7 +67,7 @@ def tokens_of_rank(layout: Layout, lengths: list[int], attention_mask: list[list
 
 batches = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5)
 shapes = st.tuples(
-    st.sampled_from(["thd", "bshd"]),
+    st.sampled_from(["packed", "padded"]),
     st.sampled_from(["zigzag", "contiguous"]),
     st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([0, 1, 2]),
@@ -86,27 +86,23 @@ def test_every_response_token_is_scored_once_by_the_token_before_it(batch, shape
     names = [(i, p + j) for i, (p, r) in enumerate(batch) for j in range(r)]
     loss_mask = [random.random() < 0.5 for _ in names] if masks else None
     options, attention_mask = {}, None
-    if format_ == "bshd":
+    if format_ == "padded":
         width = pad_to(max(lengths, default=0), 24) + 24 * pads_more
         free = [width - length for length in lengths]
         before = {"left": free, "right": [0] * len(free), "both": [random.randint(0, n) for n in free]}[side]
         attention_mask = padded_mask(lengths, width, before)
-        mask = {"attention_mask": np.array(attention_mask, int).reshape(len(batch), width)}
-    else:
-        mask = {}
-        if multiple:  # padding after each sequence, and further sequences of padding
-            spans = [pad_to(n, 24 * multiple) for n in lengths] + [24] * random.randint(0, 2)
-            if spans and pads_more:
-                spans[-1] += 48
-            options["cu_seqlens"] = np.cumsum([0, *spans])
+        options["attention_mask"] = np.array(attention_mask, int).reshape(len(batch), width)
+    elif multiple:  # padding after each sequence, and further sequences of padding
+        spans = [pad_to(n, 24 * multiple) for n in lengths] + [24] * random.randint(0, 2)
+        if spans and pads_more:
+            spans[-1] += 48
+        options["cu_seqlens"] = np.cumsum([0, *spans])
 
     expected = [at > 0 and (loss_mask is None or loss_mask[n]) for n, (_, at) in enumerate(names)]
     seen = np.zeros(len(names), int)
     for cp_rank in range(cp_size):
-        layout = Layout(format_, split, cp_size, cp_rank, **options)
-        rows = layout.select_rows(
-            np.array(prompts, int), np.array(responses, int), loss_mask=loss_mask, **mask
-        )
+        layout = Layout(split, cp_size, cp_rank, **options)
+        rows = layout.select_rows(np.array(prompts, int), np.array(responses, int), loss_mask=loss_mask)
         local = tokens_of_rank(layout, lengths, attention_mask)
         assert rows.num_hidden_rows == len(local)
         assert (np.diff(rows.positions) > 0).all()
@@ -152,15 +148,15 @@ def test_everything_goes_through_the_same_rows():
     assert values.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_bshd_hidden_has_three_axes():
-    rows = Layout("bshd").select_rows([1, 2], [2, 1], attention_mask=np.ones((2, 3)))
+def test_hidden_states_of_padded_rows_have_three_axes():
+    rows = Layout(attention_mask=np.ones((2, 3))).select_rows([1, 2], [2, 1])
     hidden = torch.arange(12.0).reshape(2, 3, 2)
     assert rows.select(hidden)[:, 0].tolist() == [0.0, 2.0, 8.0]
 
 
 def test_sequences_along_the_second_axis_are_refused():
     """[S, B, H] has as many rows as [B, S, H], in another order."""
-    rows = Layout("bshd").select_rows([1, 2], [2, 1], attention_mask=np.ones((2, 3)))
+    rows = Layout(attention_mask=np.ones((2, 3))).select_rows([1, 2], [2, 1])
     with pytest.raises(InvalidInputError, match=r"hidden: got shape \(3, 2, 4\); .* counts 2 sequences"):
         rows.select(torch.zeros(3, 2, 4))
     assert rows.select(torch.zeros(6, 4)).shape == (3, 4)
@@ -185,7 +181,6 @@ def test_nothing_to_score():
 def test_errors_name_the_argument_and_the_problem():
     rows = Layout().select_rows([1, 1], [2, 2])
     cases = {
-        "format: got 'sbhd'": lambda: Layout("sbhd"),
         "split: got 'ring'": lambda: Layout(split="ring"),
         "cp_size=2, cp_rank=2": lambda: Layout(cp_size=2, cp_rank=2),
         "response_lengths: got 1 for 2": lambda: Layout().select_rows([1, 1], [2]),
@@ -212,28 +207,24 @@ def test_errors_name_the_argument_and_the_problem():
         "cu_seqlens: got \\(\\), expected to rise from 0": lambda: Layout(cu_seqlens=[]),
         "seq_lengths: got -1": lambda: Layout(seq_lengths=[-1]),
         "cu_seqlens: got shape \\(1,\\) and dtype float64": lambda: Layout(cu_seqlens=[0.0]),
-        "attention_mask: missing; with format 'bshd'": lambda: Layout("bshd").select_rows([1, 2], [2, 2]),
-        "attention_mask: got one with format 'thd'": lambda: Layout().select_rows(
-            [1], [2], attention_mask=[[1, 1, 1]]
-        ),
-        "attention_mask: row 1 marks 3 tokens, expected 4": lambda: Layout("bshd").select_rows(
-            [1, 2], [2, 2], attention_mask=[[0, 1, 1, 1], [0, 1, 1, 1]]
-        ),
-        "attention_mask: row 0 has padding between its tokens": lambda: Layout("bshd").select_rows(
-            [1, 2], [2, 2], attention_mask=[[1, 0, 1, 1], [1, 1, 1, 1]]
-        ),
+        "attention_mask: row 1 marks 3 tokens, expected 4": lambda: Layout(
+            attention_mask=[[0, 1, 1, 1], [0, 1, 1, 1]]
+        ).select_rows([1, 2], [2, 2]),
+        "attention_mask: row 0 has padding between its tokens": lambda: Layout(
+            attention_mask=[[1, 0, 1, 1], [1, 1, 1, 1]]
+        ).select_rows([1, 2], [2, 2]),
         "attention_mask: got int64 of shape \\(1, 3\\), expected numbers \\[2, columns\\]": lambda: Layout(
-            "bshd"
-        ).select_rows([1, 1], [2, 2], attention_mask=[[1, 1, 1]]),
-        "attention_mask: got <U1": lambda: Layout("bshd").select_rows([1], [1], attention_mask=[["1", "1"]]),
+            attention_mask=[[1, 1, 1]]
+        ).select_rows([1, 1], [2, 2]),
+        "attention_mask: got <U1": lambda: Layout(attention_mask=[["1", "1"]]).select_rows([1], [1]),
         "attention_mask: got 6 columns, expected a multiple of 4": lambda: Layout(
-            "bshd", cp_size=2
-        ).select_rows([1], [2], attention_mask=[[1, 1, 1, 0, 0, 0]]),
-        "cu_seqlens: got \\(0, 8\\) with format 'bshd', expected None": lambda: Layout(
-            "bshd", cu_seqlens=(0, 8)
+            cp_size=2, attention_mask=[[1, 1, 1, 0, 0, 0]]
+        ).select_rows([1], [2]),
+        "cu_seqlens: got \\(0, 8\\) with an attention_mask": lambda: Layout(
+            attention_mask=[[1]], cu_seqlens=(0, 8)
         ),
-        "seq_lengths: got \\(3,\\) with format 'bshd', expected None": lambda: Layout(
-            "bshd", seq_lengths=(3,)
+        "seq_lengths: got \\(3,\\) with an attention_mask": lambda: Layout(
+            attention_mask=[[1]], seq_lengths=(3,)
         ),
         "hidden: got shape \\(5, 3\\), 5 rows; by the layout this rank holds 6": lambda: rows.select(
             torch.zeros(5, 3)
@@ -241,10 +232,12 @@ def test_errors_name_the_argument_and_the_problem():
         "values: got 3, expected one per response position, 4": lambda: rows.take(torch.zeros(3)),
         "candidates: got 3, expected one": lambda: rows.take_sets(CandidateSets.empty(3)),
         # The total is the same, so only this check can notice.
-        "candidates: got 1 positions for sample 0, whose response has 2": lambda: rows.take_sets(
+        "candidates: got samples of \\[1, 3\\] positions, expected \\[2, 2\\]": lambda: rows.take_sets(
             [CandidateSets.empty(1), CandidateSets.empty(3)]
         ),
-        "candidates: got 1 samples, expected 2": lambda: rows.take_sets([CandidateSets.empty(4)]),
+        "candidates: got samples of \\[4\\] positions, expected \\[2, 2\\]": lambda: rows.take_sets(
+            [CandidateSets.empty(4)]
+        ),
         "loss_mask: got dtype float64 or a NaN": lambda: Layout().select_rows(
             [1], [2], loss_mask=[1.0, np.nan]
         ),

@@ -4,10 +4,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 
 from sglang_topp.errors import BadRequestError
-from sglang_topp_server.limits import BodyReader, DisconnectedError
+from sglang_topp_server.limits import BodyReader
 from sglang_topp_server.settings import Limits
 
 LONG = 1 << 20
@@ -17,13 +17,12 @@ class Caller:
     """A caller that sends its body in small parts."""
 
     def __init__(self, bodies, declared=LONG):
-        headers = {} if declared is None else {"content-length": str(declared)}
+        headers = [] if declared is None else [(b"content-length", str(declared).encode())]
+        request = Request({"type": "http", "headers": headers}, self.receive)
         self.messages = asyncio.Queue()
         self.is_read = asyncio.Event()
         self.stack = AsyncExitStack()
-        self.body = asyncio.ensure_future(
-            self.stack.enter_async_context(bodies.read(Headers(headers), self.receive))
-        )
+        self.body = asyncio.ensure_future(self.stack.enter_async_context(bodies.read(request)))
 
     async def receive(self):
         self.is_read.set()
@@ -109,5 +108,5 @@ async def test_a_caller_that_is_gone_holds_no_place():
     for _ in range(5):
         caller = Caller(bodies)
         caller.messages.put_nowait({"type": "http.disconnect"})
-        with pytest.raises(DisconnectedError):
+        with pytest.raises(ClientDisconnect):
             await caller.body

@@ -2,7 +2,7 @@
 
 ::
 
-    context = ReplayContext.of_row(collator, batch, row, device=device, cp_rank=cp_rank)
+    context = ReplayContext.of_row(batch, row, device=device, cp_rank=cp_rank)
     logprobs = model(
         input_ids, position_ids, None, packed_seq_params=packed_seq_params,
         output_processor=score_output, output_processor_context=context,
@@ -21,22 +21,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from sglang_topp import CandidateSets
-from sglang_topp.batch import PackedBatch, PackedCollator
+from sglang_topp.batch import PackedBatch
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay import CandidateTensors, RowSelection, Scores, score
 
-__all__ = ["ReplayContext", "score_hidden", "score_output", "scoring_output_layer"]
+__all__ = ["ReplayContext", "gather_hidden", "score_hidden", "score_output", "scoring_output_layer"]
 
 
 @dataclass(eq=False)
@@ -69,7 +70,6 @@ class ReplayContext:
     @classmethod
     def of_row(
         cls,
-        collator: PackedCollator,
         batch: PackedBatch,
         row: int,
         *,
@@ -84,7 +84,7 @@ class ReplayContext:
         selects the elements of a scored field `values` [W], such as advantages, that belong to them.
 
         Args:
-            cp_rank: this rank's index among the `collator.cp_size` context-parallel ranks.
+            cp_rank: this rank's index among the context-parallel ranks for which the batch was packed.
             replay: False scores over the whole vocabulary.
             options: `temperature`, `entropy`, `full`, and `vocab_size`.
 
@@ -99,7 +99,7 @@ class ReplayContext:
         num_scored = [scored[start:stop].sum() for start, stop in pairwise(batch["cu_seqlens"][row].tolist())]
         samples = slice(len(batch["samples"][row]))  # a row without samples has one sequence of padding
         lengths, responses = batch["seq_lengths"][row][samples], torch.tensor(num_scored)[samples]
-        rows = collator.layout(batch, row, cp_rank).select_rows(
+        rows = replace(batch["layouts"][row], cp_rank=cp_rank).select_rows(
             lengths - responses, responses, loss_mask=batch["loss_mask"][row][scored]
         )
         targets = rows.take(batch["sequences"][row].roll(-1)[scored]).to(device)
@@ -130,6 +130,7 @@ def score_output(
             argument.
     """
     scale = float(scale_logits(torch.ones((), dtype=torch.float64)))  # of MuP
+    hidden_states = gather_hidden(hidden_states, output_layer).transpose(0, 1)
     context.scores = score_hidden(hidden_states, output_layer, output_weight, context, logit_scale=scale)
     return context.scores.logprobs
 
@@ -163,27 +164,34 @@ def _forward(
     layer: Any, context: ReplayContext, hidden_states: Tensor, weight: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Take the place of `ColumnParallelLinear.forward`. The model transposes the result's first two axes."""
+    hidden_states = gather_hidden(hidden_states, layer).transpose(0, 1)
     context.scores = score_hidden(hidden_states, layer, weight, context)
     return context.scores.logprobs.view(-1, 1, 1), None
+
+
+def gather_hidden(hidden_states: Tensor, layer: Any) -> Tensor:
+    """Return hidden states [S, B, H] from [S, B, H], or from [S / tp, B, H] under sequence parallelism."""
+    if not layer.sequence_parallel:
+        return hidden_states
+    # `score` returns the whole gradient of the hidden states, so each rank takes its rows of it. By default,
+    # the gradients of all ranks would be summed.
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        hidden_states, tensor_parallel_output_grad=False, group=_tp_group(layer)
+    )
+    return gathered
 
 
 def score_hidden(
     hidden_states: Tensor, layer: Any, weight: Tensor | None, context: ReplayContext, logit_scale: float = 1.0
 ) -> Scores:
-    """Score the decoder's hidden states [S, B, H], or [S / tp, B, H] under sequence parallelism.
+    """Score gathered hidden states [B, S, H].
 
     `weight` is the embedding that the LM head is tied to, or None if `layer` has its own weight.
     """
     weight = layer.weight if weight is None else weight
-    group = getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
-    if layer.sequence_parallel:
-        # `score` returns the whole gradient of the hidden states, so each rank takes its rows of it. By
-        # default, the gradients of all ranks would be summed.
-        hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=False, group=group
-        )
+    group = _tp_group(layer)
     scores: Scores = score(
-        context.rows.select(hidden_states.transpose(0, 1)),
+        context.rows.select(hidden_states),
         weight,
         context.targets,
         context.candidates,
@@ -198,6 +206,14 @@ def score_hidden(
         weight_grad=_main_grad(layer, weight),
     )
     return scores
+
+
+def _tp_group(layer: Any) -> dist.ProcessGroup:
+    # Layers of older releases do not have it.
+    group: dist.ProcessGroup = (
+        getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
 
 
 def _main_grad(layer: Any, weight: Tensor) -> Any:

@@ -389,13 +389,13 @@ def _stage_top_p(
     def take_again(which: NDArray[np.intp]) -> _Flat:
         wanted = np.zeros_like(p)
         wanted[which] = p[which]
-        ids, values, offsets = gpu_extraction.top_p_candidates(logprobs, wanted, sampled_ids, lowest=lowest)
+        found = gpu_extraction.find_top_p(logprobs, wanted, sampled_ids, lowest=lowest)
+        ids, values, offsets = found.complete()
         ends = to_device(np.append(which, len(p)), offsets.device)
         return ids, values, offsets[ends]
 
-    area = gpu_extraction.stage_top_p(
-        logprobs, p, sampled_ids, capacity=_capacity(len(p)), lowest=lowest, is_taken_B=is_taken
-    )
+    found = gpu_extraction.find_top_p(logprobs, p, sampled_ids, lowest=lowest, is_taken_B=is_taken)
+    area = found.stage(_capacity(len(p)))
     return StagedSets(area, logprobs.shape[1], lowest, [take_again], rows, num_rows)
 
 
@@ -413,13 +413,12 @@ def _stage_support(
     def take_again(which: NDArray[np.intp]) -> _Flat:
         at = to_device(which, logprobs.device)
         ids = None if token_ids is None else token_ids[at]
-        return gpu_extraction.support_candidates(
+        return gpu_extraction.find_support(
             logprobs[at], is_drawn[at], ids, sampled_ids[at], lowest=lowest
-        )
+        ).complete()
 
-    area = gpu_extraction.stage_support(
-        logprobs, is_drawn, token_ids, sampled_ids, capacity=_capacity(num_rows), lowest=lowest
-    )
+    found = gpu_extraction.find_support(logprobs, is_drawn, token_ids, sampled_ids, lowest=lowest)
+    area = found.stage(_capacity(num_rows))
     return StagedSets(area, logprobs.shape[1], lowest, [take_again], np.arange(num_rows), num_rows)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_topp.errors import AuthenticationError, BadRequestError, ServerError, SglangToppError
@@ -21,7 +22,6 @@ from sglang_topp_server.api.encodings import NDJSON
 from sglang_topp_server.api.sample_endpoint import ROLLOUTS, SCORES, EndpointSpec, SampleEndpoint, Shared
 from sglang_topp_server.engine import EngineClient
 from sglang_topp_server.error_responses import as_sglang_topp_error, error_body, error_headers, http_status
-from sglang_topp_server.limits import ConcurrencyLimit, DisconnectedError
 from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.openapi import (
     AbortAnswer,
@@ -61,10 +61,25 @@ def create_app(
         view: how many recent rollouts `GET /view` shows; 0 turns the route off.
     """
     shared = Shared(engine, limits or Limits(), view)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        watch = asyncio.create_task(engine.watch())
+        yield
+        watch.cancel()
+        # uvicorn cancels requests after its shutdown grace period, but does not wait until they have ended.
+        # A canceled request ends only after the engine has aborted its samples. So wait until all requests
+        # have ended.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORTS_TIMEOUT_S):
+                while len(shared.concurrency):
+                    await asyncio.sleep(0.05)
+        await engine.close()
+
     app = FastAPI(
         title="sglang-topp",
         version=version("sglang-topp"),
-        lifespan=_lifespan(engine, shared.concurrency),
+        lifespan=lifespan,
         redirect_slashes=False,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
@@ -112,9 +127,9 @@ def create_app(
         sidecar answers `POST /abort` after the aborted requests have stopped.
         """
         try:
-            async with shared.bodies.read(request.headers, request.receive) as body:
+            async with shared.bodies.read(request) as body:
                 order = parse_abort(body)
-        except DisconnectedError:
+        except ClientDisconnect:
             raise BadRequestError("the body: the connection closed before its end", status=400) from None
         return AbortAnswer(aborted=await engine.abort(order.request_id))
 
@@ -157,28 +172,6 @@ class ApiKeyMiddleware:
         )
         self._metrics.count_refusal(error)
         await JSONResponse(error_body(error), 401, error_headers(error))(scope, receive, send)
-
-
-def _lifespan(
-    engine: EngineClient, concurrency: ConcurrencyLimit
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: it polls the engine, waits for aborts at shutdown, and closes the client."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
-        watch = asyncio.create_task(engine.watch())
-        yield
-        watch.cancel()
-        # uvicorn cancels requests after its shutdown grace period, but does not wait until they have ended.
-        # A canceled request ends only after the engine has aborted its samples. So wait until all requests
-        # have ended.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ABORTS_TIMEOUT_S):
-                while len(concurrency):
-                    await asyncio.sleep(0.05)
-        await engine.close()
-
-    return lifespan
 
 
 def _add_status_routes(app: FastAPI, shared: Shared) -> None:

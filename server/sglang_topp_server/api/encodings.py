@@ -67,21 +67,16 @@ class SampleJson:
 
 
 def rechunk(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of `chunks` in pieces of `CHUNK_BYTES` bytes. Only the last piece may be shorter."""
-    pending: list[bytes] = []
-    size = 0
+    """Yield the bytes of `chunks` in pieces of 1 to 2 times `CHUNK_BYTES`; the last may be shorter."""
+    piece = bytearray()
     for chunk in chunks:
-        start = 0
-        while size + len(chunk) - start >= CHUNK_BYTES:
-            end = start + CHUNK_BYTES - size
-            yield b"".join([*pending, chunk[start:end]])
-            pending.clear()
-            start, size = end, 0
-        if start < len(chunk):
-            pending.append(chunk[start:])
-            size += len(chunk) - start
-    if pending:
-        yield b"".join(pending)
+        for start in range(0, len(chunk), CHUNK_BYTES):
+            piece += chunk[start : start + CHUNK_BYTES]
+            if len(piece) >= CHUNK_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
 
 
 class Encoding:
@@ -106,7 +101,7 @@ class Encoding:
 
     def message(self, answer: dict[str, Any]) -> bytes:
         """Encode a message that is not a sample: an error, or the stream's last message."""
-        raw = encode(answer)
+        raw = json.dumps(answer, separators=(",", ":")).encode()
         return frame_head(len(raw)) + raw if self._is_framed else raw + b"\n"
 
 
@@ -135,8 +130,3 @@ def _accepted(header: str) -> Iterator[tuple[str, float]]:
             continue
         if 0 <= quality <= 1:
             yield media_type, quality
-
-
-def encode(answer: dict[str, Any]) -> bytes:
-    """Encode an error, or the last message of a stream, as JSON."""
-    return json.dumps(answer, separators=(",", ":")).encode()

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -37,7 +38,6 @@ from sglang_topp_server.error_responses import as_sglang_topp_error, error_body,
 from sglang_topp_server.limits import (
     BodyReader,
     ConcurrencyLimit,
-    DisconnectedError,
     MemoryLimit,
     MemoryShare,
     num_bytes_of,
@@ -119,7 +119,7 @@ class SampleEndpoint(Response):
         try:
             # Refuse the request before its body is read if the limit is reached; `admit` checks again.
             shared.concurrency.require_place()
-            request = await self._read(headers, receive)
+            request = await self._read(Request(scope, receive))
             with shared.concurrency.admit(sum(len(one.samples) for one in request.wanted)):
                 model = await shared.engine.require_ready()
                 # Check the request in a thread, because checking millions of token ids takes
@@ -129,7 +129,7 @@ class SampleEndpoint(Response):
                 is_admitted = True
                 outcome = await self._answer(request, _trace_of(headers), receive, send)
             error: SglangToppError | None = None
-        except DisconnectedError:
+        except ClientDisconnect:
             error, outcome = None, "aborted"
         except asyncio.CancelledError:
             error = ServerError("the sidecar is stopping", status=503)
@@ -151,17 +151,18 @@ class SampleEndpoint(Response):
         if is_admitted or not isinstance(error, OverloadedError):
             self._metrics.request_seconds.observe(time.monotonic() - start)
 
-    async def _read(self, headers: Headers, receive: Receive) -> SampleCall:
-        async with self._shared.bodies.read(headers, receive) as body:
+    async def _read(self, request: Request) -> SampleCall:
+        async with self._shared.bodies.read(request) as body:
             if len(body) < _OFF_LOOP_BYTES:
                 return self._spec.parse(body, self._shared.limits)
             return await asyncio.to_thread(self._spec.parse, body, self._shared.limits)
 
     async def _answer(self, request: SampleCall, trace: dict[str, str], receive: Receive, send: Send) -> str:
         """Answer the request, and return the outcome for the metrics."""
-        answer = self._answer_stream if request.body.stream else self._answer_whole
+        finished: asyncio.Queue[Result | None] = asyncio.Queue()
         with self._shared.memory.share() as share:
-            task = asyncio.create_task(answer(request, share, trace, send))
+            task = asyncio.create_task(self._in_time(request, share, finished, send))
+            collecting = asyncio.create_task(self._shared.engine.collect(request, share, trace, finished))
             # After the body, the caller's disconnect is the only ASGI message that can still arrive.
             disconnect = asyncio.ensure_future(receive())
             try:
@@ -170,42 +171,57 @@ class SampleEndpoint(Response):
                 if share.excess.done():
                     raise share.excess.result()
                 if not task.done():
-                    raise DisconnectedError
+                    raise ClientDisconnect
                 return task.result()
             finally:
-                task.cancel()
-                disconnect.cancel()
-                await asyncio.wait({task, disconnect})
+                for each in (task, collecting, disconnect):
+                    each.cancel()
+                await asyncio.wait({task, collecting, disconnect})
                 if not task.cancelled():
                     task.exception()
 
+    async def _in_time(
+        self, request: SampleCall, share: MemoryShare, finished: asyncio.Queue[Result | None], send: Send
+    ) -> str:
+        """Send the answer. The caller's time limit covers its last byte."""
+        try:
+            async with asyncio.timeout(request.body.timeout_s) as limit:
+                if request.body.stream:
+                    return await self._answer_stream(share, finished, send)
+                return await self._answer_whole(request, finished, send)
+        except TimeoutError:
+            if not limit.expired():  # an error of the engine's, not this limit
+                raise
+            raise RequestTimeoutError(
+                f"timeout_s: {request.body.timeout_s} s passed before every {self._spec.result_noun} finished"
+            ) from None
+
     async def _answer_whole(
-        self, request: SampleCall, share: MemoryShare, trace: dict[str, str], send: Send
+        self, request: SampleCall, finished: asyncio.Queue[Result | None], send: Send
     ) -> str:
         """Send all samples as one JSON object, in the order of the prompts. Raise a failed prompt's error."""
         records: dict[tuple[int, int], SampleJson] = {}
-        async with self._results(request, share, trace) as results:
-            async for sample in results:
-                if isinstance(sample, FailedPrompt):
-                    raise sample.error
-                records[_place_of(sample)] = SampleJson(sample)
-                self._count(sample)
-                del sample
-                # Let other tasks run after each sample, so that many samples that finish together do not
-                # block the event loop.
-                await asyncio.sleep(0)
-            expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
-            if sorted(records) != expected:
-                raise WireError(self._spec.name, f"got {len(records)}, expected {len(expected)}")
-            opening = f'{{"{self._spec.name}":['.encode()
-            length = len(opening + b"]}") + len(records) - 1 + sum(map(len, records.values()))
-            await self._start(send, "application/json", [(b"content-length", str(length).encode())])
-            await self._send(send, _whole(opening, records, expected))
-            await _end(send)
+        while (sample := await finished.get()) is not None:
+            if isinstance(sample, FailedPrompt):
+                raise sample.error
+            records[_place_of(sample)] = SampleJson(sample)
+            self._count(sample)
+            del sample
+            # Let other tasks run after each sample, so that many samples that finish together do not
+            # block the event loop.
+            await asyncio.sleep(0)
+        expected = [(one.prompt_index, at) for one in request.wanted for at in one.samples]
+        if sorted(records) != expected:
+            raise WireError(self._spec.name, f"got {len(records)}, expected {len(expected)}")
+        opening = f'{{"{self._spec.name}":['.encode()
+        length = len(opening + b"]}") + len(records) - 1 + sum(map(len, records.values()))
+        await self._start(send, "application/json", [(b"content-length", str(length).encode())])
+        await self._send(send, _whole(opening, records, expected))
+        await _end(send)
         return "ok"
 
     async def _answer_stream(
-        self, request: SampleCall, share: MemoryShare, trace: dict[str, str], send: Send
+        self, share: MemoryShare, finished: asyncio.Queue[Result | None], send: Send
     ) -> str:
         """Send one message per sample, in the encoding that the caller accepts.
 
@@ -215,52 +231,33 @@ class SampleEndpoint(Response):
         """
         failures: list[FailedPrompt] = []
         num_sent = 0
-        async with self._results(request, share, trace) as results:
-            async for item in results:
-                if isinstance(item, FailedPrompt):
-                    failures.append(item)
-                    if self._is_stream:
-                        await self._send_failure(send, item)
-                    continue
-                if not self._is_stream:
-                    self._is_stream = True
-                    await self._start(send, self._encoding.media_type)
-                    for failure in failures:
-                        await self._send_failure(send, failure)
-                num_bytes = num_bytes_of(item)
-                if num_bytes < _OFF_LOOP_BYTES:
-                    sample = self._encoding.sample(item)
-                else:
-                    sample = await asyncio.to_thread(self._encoding.sample, item)
-                self._count(item)
-                del item
-                await self._send(send, sample)
-                del sample
-                share.remove(num_bytes)
-                num_sent += 1
+        while (item := await finished.get()) is not None:
+            if isinstance(item, FailedPrompt):
+                failures.append(item)
+                if self._is_stream:
+                    await self._send_failure(send, item)
+                continue
             if not self._is_stream:
-                raise failures[0].error
-            await self._send(send, [self._encoding.message({"done": True, self._spec.name: num_sent})])
-            await _end(send)
+                self._is_stream = True
+                await self._start(send, self._encoding.media_type)
+                for failure in failures:
+                    await self._send_failure(send, failure)
+            num_bytes = num_bytes_of(item)
+            if num_bytes < _OFF_LOOP_BYTES:
+                sample = self._encoding.sample(item)
+            else:
+                sample = await asyncio.to_thread(self._encoding.sample, item)
+            self._count(item)
+            del item
+            await self._send(send, sample)
+            del sample
+            share.change(-num_bytes)
+            num_sent += 1
+        if not self._is_stream:
+            raise failures[0].error
+        await self._send(send, [self._encoding.message({"done": True, self._spec.name: num_sent})])
+        await _end(send)
         return "partial" if failures else "ok"
-
-    @asynccontextmanager
-    async def _results(
-        self, request: SampleCall, share: MemoryShare, trace: dict[str, str]
-    ) -> AsyncIterator[AsyncIterator[Result]]:
-        """Yield the engine's results. The caller's time limit covers them and the last byte of the answer."""
-        try:
-            async with (
-                asyncio.timeout(request.body.timeout_s) as limit,
-                aclosing(self._shared.engine.samples(request, share, trace)) as results,
-            ):
-                yield results
-        except TimeoutError:
-            if not limit.expired():  # an error of the engine's, not this limit
-                raise
-            raise RequestTimeoutError(
-                f"timeout_s: {request.body.timeout_s} s passed before every {self._spec.result_noun} finished"
-            ) from None
 
     def _count(self, sample: Rollout | Score) -> None:
         self._metrics.count_sample(sample)

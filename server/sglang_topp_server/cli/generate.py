@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_server.cli.common import SIDECAR_KEY, Commands, add_command, count, json_object, read_key
@@ -140,33 +141,35 @@ def _table(rollout: Rollout, texts: TokenTexts | None) -> str:
     ]
     if rollout.weight_version is not None:
         facts.append(f"weights {rollout.weight_version!r}")
-    rows = [["position", "token", "probability"]]
-    for position, (token_id, logprob) in enumerate(
-        zip(rollout.output_ids.tolist(), rollout.logprobs, strict=True)
-    ):
-        rows.append([str(position), _literal(token_id, texts), f"{np.exp(logprob):.4f}"])
+    ids = rollout.output_ids.tolist()
+    columns = [
+        ["position", *map(str, range(len(ids)))],
+        ["token", *(_literal(token_id, texts) for token_id in ids)],
+        ["probability", *(f"{probability:.4f}" for probability in np.exp(rollout.logprobs))],
+    ]
     if (sets := rollout.candidates) is not None:
         masses = np.exp(sets.logprob_sum.astype(np.float64))
         if len(sets):
             facts.append(f"mean kept mass {masses.mean():.4f}")
             facts.append(f"candidates per token: mean {sets.sizes.mean():.1f}, largest {sets.sizes.max():,}")
-        rows[0] += ["kept mass", "candidates"]
-        for row, mass, (token_ids, logprobs) in zip(rows[1:], masses, sets, strict=True):
-            assert logprobs is not None
-            shown = [
-                f"{_literal(token_id, texts)} {np.exp(logprob):.3f}"
-                for token_id, logprob in zip(token_ids[:_MAX_SHOWN].tolist(), logprobs, strict=False)
-            ]
-            if len(token_ids) > _MAX_SHOWN:
-                shown.append(f"… {len(token_ids) - _MAX_SHOWN:,} more")
-            row += [f"{mass:.4f}", "  ".join(shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
+        columns.append(["kept mass", *(f"{mass:.4f}" for mass in masses)])
+        columns.append(["candidates", *(_listed(*one, texts) for one in sets)])
+    for i, column in enumerate(columns):
         # The columns of words, 1 and 4, begin at the same place in all rows, and numbers end there.
-        [cell.ljust(width) if i in (1, 4) else cell.rjust(width) for i, (cell, width) in enumerate(pairs)]
-        for pairs in (zip(row, widths, strict=True) for row in rows)
-    )
-    return "\n".join([", ".join(facts), repr(rollout.text), *("  ".join(line).rstrip() for line in lines)])
+        align = str.ljust if i in (1, 4) else str.rjust
+        columns[i] = [align(cell, max(map(len, column))) for cell in column]
+    lines = ("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    return "\n".join([", ".join(facts), repr(rollout.text), *lines])
+
+
+def _listed(token_ids: NDArray[np.int32], logprobs: Any, texts: TokenTexts | None) -> str:
+    shown = [
+        f"{_literal(token_id, texts)} {np.exp(logprob):.3f}"
+        for token_id, logprob in zip(token_ids[:_MAX_SHOWN].tolist(), logprobs, strict=False)
+    ]
+    if len(token_ids) > _MAX_SHOWN:
+        shown.append(f"… {len(token_ids) - _MAX_SHOWN:,} more")
+    return "  ".join(shown)
 
 
 def _literal(token_id: int, texts: TokenTexts | None) -> str:

@@ -26,7 +26,6 @@ from sglang_topp_server.process.sglang_with_env_key import KEY_VARIABLE as ENGIN
 from sglang_topp_server.settings import Limits, Settings
 
 _PLUGIN = "sglang_topp"
-_CPU_PLATFORM = "sglang_topp_cpu"
 _OURS = {
     "--model-path": "--model-path before the --",
     "--model": "--model-path before the --",
@@ -105,13 +104,6 @@ def _serve(args: argparse.Namespace) -> int:
     if allowed and _PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return fail(
             f"SGLANG_PLUGINS is {allowed!r}, which excludes the plugin; add {_PLUGIN} or unset it", USAGE
-        )
-    platform = os.environ.get("SGLANG_PLATFORM")
-    if platform and platform != _CPU_PLATFORM:
-        return fail(
-            f"SGLANG_PLATFORM is {platform!r}, with which SGLang does not load the plugin; unset it, and"
-            " SGLang uses the other installed platform",
-            USAGE,
         )
     from sglang_topp_patches.capabilities import environment_problems
     from sglang_topp_server.process import launch

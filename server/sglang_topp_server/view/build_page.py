@@ -176,6 +176,7 @@ def detail_of(scored: ScoredRollout) -> dict[str, Any]:
     `[token id, log-prob]`.
     """
     rollout, metrics = scored.rollout, token_metrics(scored)
+    ratios = "ratio", "replayed"
     candidates: list[list[Any]] = [[] for _ in rollout.output_ids]
     if (sets := rollout.candidates) is not None:
         ranks = np.arange(len(sets.token_ids)) - np.repeat(sets.offsets[:-1], sets.sizes)
@@ -184,7 +185,6 @@ def detail_of(scored: ScoredRollout) -> dict[str, Any]:
         pairs = list(zip(sets.token_ids[is_listed].tolist(), logprobs, strict=True))
         ends = np.concatenate([[0], np.cumsum(is_listed)])[sets.offsets]
         candidates = [pairs[start:end] for start, end in pairwise(ends.tolist())]
-    ratios = {"ratio": metrics.ratio, "replayed": metrics.replayed}
     return {
         "text": rollout.text,
         "request_id": rollout.request_id,
@@ -198,10 +198,10 @@ def detail_of(scored: ScoredRollout) -> dict[str, Any]:
         "ids": rollout.output_ids.tolist(),
         "logprobs": _rounded(rollout.logprobs),
         "candidates": candidates,
-        "sizes": metrics.sizes.tolist(),
-        "mass": _rounded(metrics.mass),
-        "entropy": _rounded(metrics.entropy),
-        **{name: _rounded(values) for name, values in ratios.items() if not np.isnan(values).all()},
+        "sizes": metrics["sizes"].tolist(),
+        "mass": _rounded(metrics["mass"]),
+        "entropy": _rounded(metrics["entropy"]),
+        **{name: _rounded(metrics[name]) for name in ratios if not np.isnan(metrics[name]).all()},
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -46,41 +45,28 @@ _BADNESS: dict[str, Callable[[Float64Array], Float64Array]] = {
 """How bad the worst token of a rollout is, by the column that has its value. NaN stays NaN."""
 
 
-@dataclass(frozen=True, eq=False)
-class TokenMetrics:
-    """The metrics of one rollout's T output tokens. A float is NaN where it is unknown.
+def token_metrics(scored: ScoredRollout) -> dict[str, NDArray[Any]]:
+    """Return the metrics of a rollout's T output tokens by name. A float is NaN where it is unknown.
 
-    Attributes:
-        sizes: int64 [T], the number of candidates in each token's set, or 0 for a token without a set.
-        is_appended: bool [T], whether a tool or an environment appended the token.
-        is_missing: bool [T], whether the token was generated but has no set. A trainer must not train on
-            tokens with missing sets.
-        mass: float64 [T], the kept mass: the total probability of each token's set.
-        entropy: float64 [T], the entropy of the distribution within each token's set, in nats.
-        ratio: float64 [T], the importance ratio without replay: the trainer's probability over the whole
-            vocabulary, divided by the rollout's probability within the set.
-        replayed: float64 [T], the importance ratio with replay: both probabilities are within the set.
+    ``sizes``
+        int64 [T], the number of candidates in each token's set, or 0 for a token without a set.
+    ``is_appended``
+        bool [T], whether a tool or an environment appended the token.
+    ``is_missing``
+        bool [T], whether the token was generated but has no set. A trainer must not train on such tokens.
+    ``mass``
+        float64 [T], the kept mass: the total probability of each token's set.
+    ``entropy``
+        float64 [T], the entropy of the distribution within each token's set, in nats.
+    ``ratio``
+        float64 [T], the importance ratio without replay: the trainer's probability over the whole vocabulary,
+        divided by the rollout's probability within the set.
+    ``replayed``
+        float64 [T], the importance ratio with replay: both probabilities are within the set.
+    ``start``
+        float64 [T], `ratio`, and where it is unknown, the kept mass, which is the ratio of a trainer with the
+        sampler's weights.
     """
-
-    sizes: NDArray[np.int64]
-    is_appended: NDArray[np.bool_]
-    is_missing: NDArray[np.bool_]
-    mass: Float64Array
-    entropy: Float64Array
-    ratio: Float64Array
-    replayed: Float64Array
-
-    @property
-    def ratio_or_mass(self) -> Float64Array:
-        """float64 [T]: `ratio`, and where it is unknown, the ratio of a trainer with the sampler's weights.
-
-        That ratio equals the kept mass.
-        """
-        return np.where(np.isnan(self.ratio), self.mass, self.ratio)
-
-
-def token_metrics(scored: ScoredRollout) -> TokenMetrics:
-    """Compute the metrics of a rollout's tokens. Without a trainer's log-probs, both ratios are NaN."""
     rollout, scores = scored
     num_tokens = len(rollout.output_ids)
     is_appended = np.zeros(num_tokens, np.bool_)
@@ -95,19 +81,21 @@ def token_metrics(scored: ScoredRollout) -> TokenMetrics:
         entropy = np.where(sizes > 0, sets.entropy, np.nan)
         masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
 
-    def ratio(logprobs: NDArray[np.float32] | None) -> Float64Array:
+    def ratio_of(logprobs: NDArray[np.float32] | None) -> Float64Array:
         # With a cap of 700, the ratio is finite in float64.
         return unknown if logprobs is None else np.exp(np.minimum(logprobs - masked, 700.0))
 
-    return TokenMetrics(
-        sizes=sizes,
-        is_appended=is_appended,
-        is_missing=(sizes == 0) & ~is_appended,
-        mass=mass,
-        entropy=entropy,
-        ratio=ratio(scores.logprobs),
-        replayed=ratio(scores.masked_logprobs),
-    )
+    ratio = ratio_of(scores.logprobs)
+    return {
+        "sizes": sizes,
+        "is_appended": is_appended,
+        "is_missing": (sizes == 0) & ~is_appended,
+        "mass": mass,
+        "entropy": entropy,
+        "ratio": ratio,
+        "replayed": ratio_of(scores.masked_logprobs),
+        "start": np.where(np.isnan(ratio), mass, ratio),
+    }
 
 
 class Distribution:
@@ -198,8 +186,8 @@ class RunSummary:
         self.num_rollouts += 1
         self.num_prompt_tokens += len(rollout.prompt_ids)
         self.num_tokens += num_tokens
-        self.num_appended += int(np.count_nonzero(metrics.is_appended))
-        self.num_missing += int(np.count_nonzero(metrics.is_missing))
+        self.num_appended += int(np.count_nonzero(metrics["is_appended"]))
+        self.num_missing += int(np.count_nonzero(metrics["is_missing"]))
         self.reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
             # Tokens that `Rollout.extend` appended have the weight version "", because the caller, not the
@@ -210,33 +198,33 @@ class RunSummary:
         self.sources[source or "no sets"] += 1
         thresholds = rollout.top_logprobs_p, (rollout.sampling_params or {}).get("top_p"), self.threshold
         self.threshold = min((p for p in thresholds if p), default=None)
-        off = np.abs(metrics.ratio_or_mass - 1)
+        off = np.abs(metrics["start"] - 1)
         for least in self._num_off:
             self._num_off[least] += int(np.count_nonzero(off > least))
-        self._start.add(metrics.ratio_or_mass)
-        sizes = metrics.sizes[metrics.sizes > 0]
+        self._start.add(metrics["start"])
+        sizes = metrics["sizes"][metrics["sizes"] > 0]
         counts = np.bincount(sizes, minlength=len(self._size_counts))
         counts[: len(self._size_counts)] += self._size_counts
         self._size_counts = counts
         for name, distribution in self.metrics.items():
-            distribution.add(sizes if name == "sizes" else getattr(metrics, name))
+            distribution.add(sizes if name == "sizes" else metrics[name])
         if len(self.rows) < MAX_ROWS:
             self.num_listed.append(int(np.minimum(sizes, MAX_LISTED + 1).sum()))
             others = {name: _rounded(number) for name, number in (numbers or {}).items()}
             self.rows.append({**others, **self._row(scored, metrics)})
 
-    def _row(self, scored: ScoredRollout, metrics: TokenMetrics) -> dict[str, Any]:
+    def _row(self, scored: ScoredRollout, metrics: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         rollout = scored.rollout
         # A directory may hold several training steps, and each numbers its prompts from 0.
         key = (rollout.prompt_index, hashlib.sha256(rollout.prompt_ids.tobytes()).digest())
         if key not in self._prompt_numbers:
             self._prompt_numbers[key] = len(self.prompts)
             self.prompts.append(rollout.prompt_ids[-_PROMPT_TOKENS:].copy())
-        off = np.abs(metrics.ratio_or_mass - 1)
-        values = {"largest": metrics.sizes, "least": metrics.mass, "worst_ratio": metrics.ratio}
+        off = np.abs(metrics["start"] - 1)
+        values = {"largest": metrics["sizes"], "least": metrics["mass"], "worst_ratio": metrics["ratio"]}
         worst: dict[str, Any] = {}
         for name, each in values.items():
-            badness = _BADNESS[name](np.where(metrics.sizes > 0, each, np.nan))
+            badness = _BADNESS[name](np.where(metrics["sizes"] > 0, each, np.nan))
             at = None if np.isnan(badness).all() else int(np.nanargmax(badness))
             worst |= {name: None if at is None else _rounded(each[at]), f"{name}_at": at}
         return worst | {
@@ -245,10 +233,10 @@ class RunSummary:
             "tokens": len(rollout.output_ids),
             "finish": rollout.finish_reason,
             "versions": _versions(rollout),
-            "entropy": _mean(metrics.entropy),
-            "mass": _mean(metrics.mass),
+            "entropy": _mean(metrics["entropy"]),
+            "mass": _mean(metrics["mass"]),
             "off": _mean(np.where(np.isnan(off), np.nan, off > 0.1)),
-            "missing": int(np.count_nonzero(metrics.is_missing)),
+            "missing": int(np.count_nonzero(metrics["is_missing"])),
             "reward": _rounded(scored.scores.reward),
             "text": rollout.text[:_PREVIEW_CHARS],
         }

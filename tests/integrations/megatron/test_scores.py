@@ -93,7 +93,7 @@ def by_dense_mask(ranks: Ranks, asked: dict[str, Any]) -> Forward:
 
 def make_context(ranks: Ranks, collator: Any, batch: Any, row: int, asked: dict[str, Any]) -> ReplayContext:
     rank = parallel_state.get_context_parallel_rank()
-    return ReplayContext.of_row(collator, batch, row, device="cpu", cp_rank=rank, **asked)
+    return ReplayContext.of_row(batch, row, device="cpu", cp_rank=rank, **asked)
 
 
 def run_schedule(

@@ -28,7 +28,7 @@ def summary(scored):
 def tokens(scored):
     """Return each metric of all tokens as one array."""
     metrics = [token_metrics(one) for one in scored]
-    return {name: np.concatenate([getattr(each, name) for each in metrics]) for name in EDGES}
+    return {name: np.concatenate([each[name] for each in metrics]) for name in EDGES}
 
 
 def test_entropy_is_that_of_the_distribution_within_the_set(rollouts):
@@ -37,8 +37,8 @@ def test_entropy_is_that_of_the_distribution_within_the_set(rollouts):
     for t, (_, logprobs) in enumerate(rollout.candidates):
         q = np.exp(logprobs.astype(np.float64))
         r = q / q.sum()
-        assert metrics.entropy[t] == pytest.approx(-(r * np.log(r)).sum(), abs=1e-5)
-        assert metrics.mass[t] == pytest.approx(q.sum(), rel=1e-6)
+        assert metrics["entropy"][t] == pytest.approx(-(r * np.log(r)).sum(), abs=1e-5)
+        assert metrics["mass"][t] == pytest.approx(q.sum(), rel=1e-6)
 
 
 def test_the_verdict_is_exact(summary, scored, tokens):
@@ -81,9 +81,9 @@ def test_the_bins_count_every_token_once(summary, tokens, name):
 def test_the_worst_rollouts_are_the_worst_of_all(summary, scored):
     metrics = [token_metrics(one) for one in scored]
     values = {
-        "size": [each.sizes.max(initial=0) for each in metrics],
-        "mass": [-np.nanmin([2, *each.mass]) for each in metrics],
-        "ratio": [np.nanmax([-2, *np.abs(np.log(each.ratio))]) for each in metrics],
+        "size": [each["sizes"].max(initial=0) for each in metrics],
+        "mass": [-np.nanmin([2, *each["mass"]]) for each in metrics],
+        "ratio": [np.nanmax([-2, *np.abs(np.log(each["ratio"]))]) for each in metrics],
     }
     ranks = [sorted(range(24), key=lambda row, worst=worst: (-worst[row], row)) for worst in values.values()]
     in_turn = list(dict.fromkeys(row for rows in zip(*ranks, strict=True) for row in rows))
@@ -101,11 +101,11 @@ def test_the_table_has_a_row_per_rollout(summary, scored):
     assert (table["mass"][3], table["least"][4], table["largest"][4]) == (None, None, None)
     metrics = token_metrics(scored[0])
     assert (table["mass"][0], table["least"][0]) == pytest.approx(
-        (metrics.mass.mean(), metrics.mass.min()), abs=1e-6
+        (metrics["mass"].mean(), metrics["mass"].min()), abs=1e-6
     )
-    assert table["least_at"][0] == metrics.mass.argmin()
-    assert table["largest_at"][0] == metrics.sizes.argmax()
-    assert table["worst_ratio_at"][0] == np.abs(np.log(metrics.ratio)).argmax()
+    assert table["least_at"][0] == metrics["mass"].argmin()
+    assert table["largest_at"][0] == metrics["sizes"].argmax()
+    assert table["worst_ratio_at"][0] == np.abs(np.log(metrics["ratio"])).argmax()
 
 
 def test_missing_sets_are_counted(rollouts):

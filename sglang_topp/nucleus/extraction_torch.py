@@ -1,16 +1,22 @@
-"""Extract top-p candidate sets in plain torch, on any device, without sorting the vocabulary.
+"""Extract candidate sets in plain torch, on any device: top-p sets, and the tokens that a sampler could draw.
 
-A nucleus usually has tens of tokens out of a hundred thousand. The code therefore cuts each row of log-probs
-into blocks of neighboring token ids. One pass over the row computes the maximum of each block. The code then
-searches only the blocks with the highest maxima, usually a few thousand log-probs per row.
+`top_p_candidates` does not sort the vocabulary. A nucleus usually has tens of tokens out of a hundred
+thousand. The code therefore cuts each row of log-probs into blocks of neighboring token ids. One pass over
+the row computes the maximum of each block. The code then searches only the blocks with the highest maxima,
+usually a few thousand log-probs per row.
 
 Let `bound` be the lowest maximum among the searched blocks. All log-probs in the other blocks are at most
 `bound`, so the searched blocks contain every token whose log-prob is above `bound`. If these tokens have a
 total probability of at least `p`, the searched blocks contain the whole nucleus. If the total is below `p`,
 the code searches more blocks of the row, and finally the whole row. Every result is therefore exact.
 
-Shape legend: B rows, R rows with a threshold above 0 (the requested rows), V ids in the vocabulary, N blocks
-of exactly S tokens, K blocks searched per row, M log-probs searched per row, n candidates in all.
+`support_candidates` finds the tokens with a sampling weight above 0: a sampler draws the token of a row in
+proportion to the row's weights.
+
+Shape legend: B rows, R rows with a threshold above 0 (the requested rows) or with sampling weights, V ids in
+the vocabulary, N blocks of exactly S tokens, K blocks searched per row, M log-probs searched per row, W
+sampling weights per row, n candidates in all. Without the argument `token_ids_RW`, W is V, and every id has a
+weight.
 """
 
 from __future__ import annotations
@@ -24,19 +30,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_topp.candidates.validation import MAX_LOGPROB
-from sglang_topp.nucleus.argument_checks import not_logprobs, sampled_out_of_range
-
-__all__ = ["sort_key_descending", "top_p_candidates"]
+from sglang_topp.nucleus.argument_checks import (
+    NOT_LOGPROBS,
+    SAMPLED_OUT_OF_RANGE,
+    ZERO_PROBABILITY,
+    row_error,
+)
 
 _BLOCK = 64
 # The first attempt to find a row's nucleus reads 128 blocks of the row, and the second attempt reads 1024
 # blocks. At p = 0.95, 128 blocks contain the whole nucleus for nearly all rows of a language model. If the
 # vocabulary is large, reading 1024 blocks takes far less time than sorting the whole row.
 _ATTEMPTS = (128, 1024)
-# The maximum number of log-probs in a call of `_cut` with whole rows. A longer row gets a call of its own.
-# `_WHOLE_VALUES_CPU` log-probs fit in a CPU's cache, and `_WHOLE_VALUES` in an accelerator's memory.
-_WHOLE_VALUES_CPU = 1 << 16
-_WHOLE_VALUES = 1 << 25
+# The maximum number of log-probs in a call of `_cut` with whole rows. They fit in a CPU's cache. A longer row
+# gets a call of its own.
+_WHOLE_VALUES = 1 << 16
 
 
 class _RequestedRows(NamedTuple):
@@ -72,7 +80,7 @@ def top_p_candidates(
         none = logprobs_BV.new_empty(0, dtype=torch.float32)
         return none.int(), none, offsets
     requested = _select_requested_rows(logprobs_BV, p_B, sampled_B, row_numbers)
-    parts = list(_parts(logprobs_BV, requested, row_numbers))
+    parts = list(_parts(logprobs_BV, requested))
     for part in parts:
         offsets[part.rows_R + 1] = part.sizes_R
     ids_n, logprobs_n = _in_row_order(parts)
@@ -96,15 +104,18 @@ def _select_requested_rows(
             rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32)
         )
     sampled_R = sampled_B[rows_R]
-    vocab = logprobs_BV.shape[1]
-    nonsense_R = (sampled_R < 0) | (sampled_R >= vocab)
-    if bool(nonsense_R.any()):
-        worst = int(nonsense_R.nonzero()[0])
-        raise sampled_out_of_range(int(rows_R[worst]), int(sampled_R[worst]), vocab)
+    _check_sampled(rows_R, sampled_R, logprobs_BV.shape[1])
     return _RequestedRows(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
 
 
-def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
+def _check_sampled(rows_R: Tensor, sampled_R: Tensor, vocab: int) -> None:
+    outside_R = (sampled_R < 0) | (sampled_R >= vocab)
+    if bool(outside_R.any()):
+        worst = int(outside_R.nonzero()[0])
+        raise row_error(int(rows_R[worst]), SAMPLED_OUT_OF_RANGE, int(sampled_R[worst]), vocab)
+
+
+def _parts(logprobs_BV: Tensor, requested: _RequestedRows) -> Iterator[_Part]:
     """Yield parts that together hold the candidate sets of the requested rows.
 
     A block is a group of neighboring token ids. To find a row's nucleus, an attempt reads either the row's
@@ -116,12 +127,7 @@ def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
-        # Call `amax` once per run of adjacent requested rows. These `amax` calls copy no row, and read only
-        # requested rows.
-        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
-        runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
-        maxima = [blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs]
-        maxima_RN = torch.cat(maxima) if len(maxima) > 1 else maxima[0]
+        maxima_RN = blocks_BNS.amax(2)[requested.rows_R]
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
         chosen_RK = chosen_RK.sort(1).values  # token ids must ascend along each row of `values_RM`
@@ -135,8 +141,7 @@ def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[
             return
         requested, maxima_RN = requested.take(short_R), maxima_RN[short_R]
 
-    on_cpu = logprobs_BV.device.type == "cpu"
-    rows_at_once = max(1, (_WHOLE_VALUES_CPU if on_cpu else _WHOLE_VALUES) // logprobs_BV.shape[1])
+    rows_at_once = max(1, _WHOLE_VALUES // logprobs_BV.shape[1])
     for some in torch.split(torch.arange(len(requested.rows_R), device=logprobs_BV.device), rows_at_once):
         whole = requested.take(some)
         yield _cut(logprobs_BV[whole.rows_R], whole)[0]
@@ -170,7 +175,7 @@ def _cut(
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
-        raise not_logprobs(int(requested.rows_R[worst]), float(highest_R[worst]))
+        raise row_error(int(requested.rows_R[worst]), NOT_LOGPROBS, float(highest_R[worst]))
 
     num_rows, width = values_RM.shape
     lowest = torch.finfo(values_RM.dtype).min
@@ -261,3 +266,52 @@ def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
         sets.update(zip(part.rows_R.tolist(), flat, strict=True))
     ids, logprobs = zip(*(sets[row] for row in sorted(sets)), strict=True)
     return torch.cat(ids), torch.cat(logprobs)
+
+
+# -- the tokens that a sampler could draw -------------------------------------------------------------------
+
+
+def support_candidates(
+    logprobs_RV: Tensor, is_drawn_RW: Tensor, token_ids_RW: Tensor | None, sampled_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `sglang_topp.nucleus.support_candidates` in plain torch, for checked arguments."""
+    num_rows, vocab = logprobs_RV.shape
+    every_R = torch.arange(num_rows, device=sampled_R.device)
+    _check_sampled(every_R, sampled_R, vocab)
+    row_n, column_n = is_drawn_RW.nonzero(as_tuple=True)
+    ids_n = column_n if token_ids_RW is None else token_ids_RW[row_n, column_n].long()
+    lacks_sampled_R = torch.ones(num_rows, dtype=torch.bool, device=sampled_R.device)
+    lacks_sampled_R[row_n[ids_n == sampled_R[row_n]]] = False
+    row_n = torch.cat([row_n, every_R[lacks_sampled_R]])
+    ids_n = torch.cat([ids_n, sampled_R[lacks_sampled_R]])
+
+    logprobs_n = logprobs_RV[row_n, ids_n]
+    possible_n = logprobs_n > torch.finfo(logprobs_n.dtype).min
+    # `wrong_n` also marks a NaN log-prob, because `~(x <= limit)` is true for NaN. Only the sampled token may
+    # have probability 0.
+    wrong_n = ~(logprobs_n <= MAX_LOGPROB) | ~(possible_n | (ids_n == sampled_R[row_n]))
+    if bool(wrong_n.any()):
+        worst = int(wrong_n.nonzero()[0])
+        row, value = int(row_n[worst]), float(logprobs_n[worst])
+        if not value <= MAX_LOGPROB:
+            raise row_error(row, NOT_LOGPROBS, value)
+        raise row_error(row, ZERO_PROBABILITY, int(ids_n[worst]))
+
+    offsets = torch.zeros(num_rows + 1, dtype=torch.int64, device=logprobs_RV.device)
+    torch.cumsum(torch.bincount(row_n, minlength=num_rows), 0, out=offsets[1:])
+    is_by_id = token_ids_RW is None and not bool(lacks_sampled_R.any())
+    return *in_set_order(row_n, ids_n.int(), logprobs_n.float(), is_by_id), offsets
+
+
+def in_set_order(row_n: Tensor, ids_n: Tensor, logprobs_n: Tensor, is_by_id: bool) -> tuple[Tensor, Tensor]:
+    """Return `(ids_n, logprobs_n)`, row after row, each by log-prob, highest first, then by token id.
+
+    If `is_by_id`, tokens of equal log-probs in a row must be in the order of their ids.
+    """
+    key_n = (row_n << 32) + sort_key_descending(logprobs_n)
+    if is_by_id:
+        order_n = key_n.argsort(stable=True)
+    else:
+        order_n = ids_n.argsort(stable=True)
+        order_n = order_n[key_n[order_n].argsort(stable=True)]
+    return ids_n[order_n], logprobs_n[order_n]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import sampler_support_torch
+from sglang_topp.nucleus import extraction_torch
 from sglang_topp.nucleus.argument_checks import check_support_arguments
 from tests.fake_gpu import gpu
 from tests.nucleus import reference
@@ -27,10 +27,10 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def support_candidates(logprobs, weights, token_ids=None, *, sampled_ids):
     arguments = check_support_arguments(logprobs, weights, token_ids, sampled_ids)
     if not IS_INTERPRETED:
-        return sampler_support_torch.support_candidates(*arguments)
+        return extraction_torch.support_candidates(*arguments)
     from sglang_topp.nucleus import gpu_extraction
 
-    return gpu_extraction.support_candidates(*arguments)
+    return gpu_extraction.find_support(*arguments).complete()
 
 
 def filtered(rows: int, vocab: int, *, seed: int, keep: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
