@@ -1,12 +1,17 @@
-"""Benchmark of scoring over candidate sets (replay), against full logits with a dense mask.
+"""Benchmark of scoring over candidate sets (replay), against full logits with a dense mask, and other heads.
 
-Each contender runs a forward and a backward pass on the CPU, in float32 and in one thread. `replay_gpu`
-measures a GPU. Random set sizes imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about
-80, and 46 % singletons.
+Each contender runs a forward and a backward pass on the CPU, in float32 and in one thread. Where there is a
+GPU, the comparison with other packages runs on it, in bfloat16. To compare with all of them, install `trl`,
+`cut-cross-entropy`, and `liger-kernel`. `replay_gpu` measures more on a GPU.
+
+Random set sizes imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 %
+singletons.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Callable
 
 import numpy as np
@@ -26,6 +31,7 @@ __all__ = [
     "candidate_head",
     "epochs",
     "full_head",
+    "gather_head",
     "head_inputs",
     "make_sets",
     "mask_logits",
@@ -43,9 +49,80 @@ def run() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        _compare_heads()
         _run_on_cpu()
     finally:
         torch.set_num_threads(threads)
+
+
+def _compare_heads() -> None:
+    """Compare with each package that is installed and runs here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    t, h, v = (8192, 4096, 151_936) if device == "cuda" else (1024, 512, 16_384)
+    hidden, weight = head_inputs(t, h, v, dtype, device)
+    sets = make_sets(t, v)
+    targets = targets_of(sets, device)
+
+    def full_logits() -> Tensor:
+        return _picked(torch.log_softmax((hidden @ weight.t()).float(), dim=1), targets)
+
+    heads: dict[str, Callable[[], Tensor]] = {"full logits": full_logits}
+    for name, head in {"trl": _trl, "cut-cross-entropy": _cut_cross_entropy, "liger-kernel": _liger}.items():
+        try:
+            version = importlib.metadata.version(name)
+            errors = head(hidden, weight, targets).detach().flatten() - full_logits().detach().flatten()
+        except (importlib.metadata.PackageNotFoundError, RuntimeError) as problem:
+            print(f"{name}: not installed, or does not run here ({problem})")
+            continue
+        print(f"{name} {version}: differs from torch by at most {float(errors.abs().max()):.1e}")
+        heads[name] = functools.partial(head, hidden, weight, targets)
+    heads["score without sets"] = lambda: score(hidden, weight, targets).logprobs
+    heads["gather and index_add, over the sets"] = lambda: gather_head(hidden, weight, sets)
+    heads["score, over the sets"] = lambda: score(hidden, weight, targets, sets).logprobs
+    compare(
+        f"heads of other packages, forward + backward; {device}, {dtype}, T = {t}, H = {h}, V = {v}",
+        {name: _work(head, [hidden, weight]) for name, head in heads.items()},
+        rounds=5,
+        warmup=2,
+    )
+
+
+def _trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from trl.trainer.utils import selective_log_softmax
+
+    logprobs: Tensor = selective_log_softmax(hidden @ weight.t(), targets)
+    return logprobs
+
+
+def _cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    impl = "cce" if hidden.is_cuda else "torch_compile"
+    loss: Tensor = linear_cross_entropy(hidden, weight, targets, reduction="none", impl=impl)
+    return -loss
+
+
+def _liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    loss = liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="none")
+    return -(loss[0] if isinstance(loss, tuple) else loss)
+
+
+def gather_head(hidden: Tensor, weight: Tensor, sets: CandidateSets) -> Tensor:
+    """Return the targets' log-probs over the sets as one would write it first: gather rows of the head."""
+    sizes, ids, sampled = (
+        torch.tensor(array, device=hidden.device) for array in (sets.sizes, sets.token_ids, sets.sampled_ids)
+    )
+    position = torch.arange(len(sets), device=hidden.device).repeat_interleave(sizes)
+    products = hidden.index_select(0, position) * weight.index_select(0, ids)
+    logits = products.float().sum(dim=1)
+    peak = torch.segment_reduce(logits.detach(), "max", lengths=sizes)
+    shifted = logits - peak.index_select(0, position)
+    total = torch.zeros_like(peak).index_add(0, position, shifted.exp())
+    is_target = ids == sampled.index_select(0, position)
+    return shifted[is_target] - total.log()
 
 
 def _run_on_cpu() -> None:
@@ -67,6 +144,15 @@ def _run_on_cpu() -> None:
         warmup=TINY,
         target=20,
         picture="replay",
+    )
+    compare(
+        f"sets of 8 candidates, forward + backward; T = {T}, H = {H}, V = {V}",
+        {
+            "full logits, dense mask": dense_head(T, H, V, 8),
+            "gather and index_add": gathered_head(T, H, V, 8),
+            "score": candidate_head(T, H, V, 8),
+        },
+        rounds=5,
     )
     for size in (8192, V):
         compare(
@@ -199,6 +285,12 @@ def dense_head(t: int, h: int, v: int, size: int | None = None) -> Work:
         return _picked(torch.log_softmax(mask_logits(hidden @ weight.t(), sets), dim=1), targets)
 
     return _work(function, [hidden, weight])
+
+
+def gathered_head(t: int, h: int, v: int, size: int | None = None) -> Work:
+    hidden, weight = head_inputs(t, h, v, torch.float32, "cpu")
+    sets = make_sets(t, v, size)
+    return _work(lambda: gather_head(hidden, weight, sets), [hidden, weight])
 
 
 def candidate_head(

@@ -13,7 +13,7 @@ from sphinx.writers.html5 import HTML5Translator
 # The command-line reference shows the output of `sglang-topp --help`. Sphinx must find the command on `PATH`,
 # and the output must have the same width on every machine.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-os.environ["COLUMNS"] = "90"
+os.environ["COLUMNS"] = "88"
 
 project = "sglang-topp"
 author = "the authors of sglang-topp"
@@ -78,5 +78,6 @@ def visit_inline_formula(translator: HTML5Translator, node: nodes.math) -> None:
 
 
 def visit_formula(translator: HTML5Translator, node: nodes.math_block) -> None:
-    translator.body.append(tex2mathml(node.astext(), as_block=True))
+    formula = tex2mathml(node.astext(), as_block=True)
+    translator.body.append(f'<div style="overflow-x: auto">{formula}</div>')
     raise nodes.SkipNode

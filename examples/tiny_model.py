@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["make_tiny_model", "make_trained_model", "simple_english"]
 
 END_OF_TEXT = "<|endoftext|>"
+HIDDEN_SIZE = 64
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -61,7 +62,7 @@ GRAMMAR = {
 
 
 def make_tiny_model(
-    path: str | Path, *, vocab_size: int = 512, logit_std: float = 3.0, seed: int = 0
+    path: str | Path, *, vocab_size: int = 512, logit_std: float = 3.0, seed: int = 0, num_experts: int = 0
 ) -> Path:
     """Write a loadable model with random weights and a byte-level tokenizer to the folder `path`.
 
@@ -72,6 +73,7 @@ def make_tiny_model(
             151,936, `logit_std=7` gives candidate sets as large as those of a real model: mean about 20,
             median 15.
         seed: the random seed of the weights.
+        num_experts: the number of experts per layer, 2 of which a token is routed to; 0 for a dense model.
 
     Returns:
         `path`.
@@ -80,24 +82,25 @@ def make_tiny_model(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _new_model(vocab_size)
+        model = _new_model(vocab_size, num_experts)
         # The final norm gives hidden states a mean square of 1. The logits of this LM head therefore have a
         # standard deviation of `logit_std`.
-        torch.nn.init.normal_(model.lm_head.weight, std=logit_std / model.config.hidden_size**0.5)
+        torch.nn.init.normal_(model.lm_head.weight, std=logit_std / HIDDEN_SIZE**0.5)
+        for layer in model.model.layers if num_experts else ():
+            torch.nn.init.normal_(layer.mlp.gate.weight, std=HIDDEN_SIZE**-0.5)
     model.save_pretrained(path)
     _tokenizer([]).save_pretrained(path)
     return Path(path)
 
 
 def make_trained_model(
-    path: str | Path, lines: Sequence[str] = (), *, hidden_size: int = 64, steps: int = 300, seed: int = 0
+    path: str | Path, lines: Sequence[str] = (), *, steps: int = 300, seed: int = 0
 ) -> Path:
     """Train a model on `lines`, and write it to the folder `path` with a tokenizer of the lines' words.
 
     Args:
         path: the folder to write; it is created if it does not exist.
         lines: the texts to learn; by default, those of `simple_english`. A line ends with the end token.
-        hidden_size: the width of the two layers, a multiple of 4.
         steps: optimizer steps, each on 32 rows of 64 tokens.
         seed: the random seed of the weights and of the batches.
 
@@ -114,7 +117,7 @@ def make_trained_model(
     starts = starts[starts < len(stream) - width]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _new_model(len(tokenizer), hidden_size)
+        model = _new_model(len(tokenizer))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
@@ -140,14 +143,24 @@ def simple_english(count: int, seed: int = 0) -> list[str]:
     return [expand("text") for _ in range(count)]
 
 
-def _new_model(vocab_size: int, hidden_size: int = 64) -> Any:
-    """Return a Qwen2 model in float32 with two layers and random weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _new_model(vocab_size: int, num_experts: int = 0) -> Any:
+    """Return a Qwen2 model, or with experts a Qwen3-MoE model, with two layers and random float32 weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen2Config(
+    model_class, config_class, sizes = Qwen2ForCausalLM, Qwen2Config, {}
+    if num_experts:
+        model_class, config_class = Qwen3MoeForCausalLM, Qwen3MoeConfig
+        sizes = {
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+        }
+    config = config_class(
+        **sizes,
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -158,7 +171,7 @@ def _new_model(vocab_size: int, hidden_size: int = 64) -> Any:
         pad_token_id=0,
         dtype="float32",
     )
-    return Qwen2ForCausalLM(config).float()
+    return model_class(config).float()
 
 
 def _tokenizer(lines: Sequence[str]) -> Any:

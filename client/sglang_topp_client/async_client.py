@@ -34,8 +34,6 @@ from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.server_config import ServerConfig, check_key, server_urls
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
-__all__ = ["DEFAULT_TIMEOUT_S", "AsyncRolloutClient", "GenerateOptions", "ScoreOptions"]
-
 _P = ParamSpec("_P")
 DEFAULT_TIMEOUT_S = 4 * 3600.0
 """The default `timeout_s` of `generate`, `resume`, and `score`: four hours, longer than most batches take."""

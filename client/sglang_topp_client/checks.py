@@ -19,24 +19,6 @@ from numpy.typing import NDArray
 
 from sglang_topp.errors import InvalidInputError, WireError, describe
 
-__all__ = [
-    "MAX_BODY_CHARS",
-    "as_array",
-    "as_token_ids",
-    "check_choice",
-    "check_ids",
-    "check_request_id",
-    "convert",
-    "decode_json",
-    "find_json_problem",
-    "fresh_id",
-    "is_text",
-    "parse_token_ids",
-    "seconds",
-    "truncate",
-    "whole_number",
-]
-
 MAX_BODY_CHARS = 2_000
 """A server's answer is cut to this many characters in `ResponseError.body`."""
 

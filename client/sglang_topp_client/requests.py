@@ -25,23 +25,6 @@ from sglang_topp.errors import InvalidInputError, WireError, describe
 from sglang_topp_client.checks import as_array, as_token_ids, check_choice, find_json_problem, is_text
 from sglang_topp_client.rollout import ABORT, DISTRIBUTION, SAMPLER, Rollout, find_problems
 
-__all__ = [
-    "Messages",
-    "Prompt",
-    "Prompts",
-    "SampleRequest",
-    "SamplingParams",
-    "ScoreRequest",
-    "Sequences",
-    "Start",
-    "TopLogprobsP",
-    "TopLogprobsSource",
-    "check_source",
-    "one_each",
-    "plan",
-    "plan_scores",
-]
-
 Prompts: TypeAlias = (
     str
     | Sequence[str]

@@ -18,8 +18,6 @@ from sglang_topp.errors import (
     TransportError,
 )
 
-__all__ = ["RetryBudget", "delay_s", "is_retryable", "retrying"]
-
 _T = TypeVar("_T")
 
 _FIRST_DELAY_S = 0.5

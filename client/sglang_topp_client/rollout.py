@@ -23,32 +23,6 @@ from sglang_topp.formats.field_parsing import renaming_errors
 from sglang_topp_client.checks import as_token_ids
 from sglang_topp_client.rollout_html import rollout_to_html
 
-__all__ = [
-    "ABORT",
-    "DISTRIBUTION",
-    "EXTENDED",
-    "FIELDS",
-    "SAMPLER",
-    "Count",
-    "Field",
-    "Logprobs",
-    "Probability",
-    "Rollout",
-    "Score",
-    "Seconds",
-    "Source",
-    "TokenIds",
-    "TokenRanges",
-    "WeightSpan",
-    "WeightSpans",
-    "check_result",
-    "find_problems",
-    "join_parts",
-    "read_spans",
-    "scored_ids",
-    "write_spans",
-]
-
 ABORT, EXTENDED = "abort", "extended"
 """The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
 

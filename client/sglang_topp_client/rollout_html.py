@@ -14,8 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from sglang_topp_client.rollout import Rollout
 
-__all__ = ["rollout_to_html"]
-
 _MAX_TOKENS = 400
 _MAX_CANDIDATES = 12
 _MAX_TEXT_CHARS = 2000

@@ -27,8 +27,8 @@ from sglang_topp.errors import (
     SglangToppError,
     TransportError,
 )
-from sglang_topp_client.protocols.sglang import GenerateExchange, GenerateScoreExchange
-from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
+from sglang_topp_client.protocols.sglang import SglangExchange
+from sglang_topp_client.protocols.sidecar import SidecarExchange
 from sglang_topp_client.requests import (
     OnAbort,
     OnTimeout,
@@ -44,20 +44,11 @@ from sglang_topp_client.servers import Kind, Server, Servers
 from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.server_config import ROUTING_KEY, ServerConfig
 
-__all__ = ["Place", "Run", "RunOptions", "Runs"]
-
 Place: TypeAlias = tuple[int, int]
 """A prompt index and a sample index."""
 Existing: TypeAlias = Mapping[int, Rollout] | None
 """Rollouts to continue, by prompt index. Such a prompt has one sample, which continues the rollout."""
-_Exchange: TypeAlias = GenerateExchange | GenerateScoreExchange | RolloutsExchange | ScoresExchange
 
-_EXCHANGES: dict[tuple[Kind, bool], Any] = {
-    ("sglang", False): GenerateExchange,
-    ("sglang", True): GenerateScoreExchange,
-    ("sidecar", False): RolloutsExchange,
-    ("sidecar", True): ScoresExchange,
-}
 # Messages above this size are decoded in a thread, because decoding takes milliseconds and would block the
 # event loop.
 _OFF_LOOP_BYTES = 1 << 18
@@ -226,7 +217,7 @@ class _Job:
         self.request = wanted if part is None else continuation_request(part, wanted, sample)
         self.missing = set(self.request.samples)
         self.server: Server | None = None
-        self.exchange: _Exchange | None = None
+        self.exchange: SglangExchange | SidecarExchange | None = None
         self.expiry = asyncio.timeout(None)
 
 
@@ -475,14 +466,17 @@ class Run:
             ids = await server.apply_chat_template(job.request.prompt)
             job.request = replace(job.request, prompt=ids)
         request = replace(job.request, samples=tuple(sorted(job.missing)))
-        options: dict[str, Any] = {}
-        if kind == "sidecar":
+        exchange: SglangExchange | SidecarExchange
+        if kind == "sglang":
+            exchange = SglangExchange(request, request_id=self.name)
+        else:
             # The sidecar enforces the deadline too.
             left_s = None
             if self._deadline is not None and self._options.on_timeout != "return":
                 left_s = max(self._deadline - self._clock(), 0.001)
-            options = {"timeout_s": left_s, "max_bytes": server.max_message_bytes}
-        exchange = _EXCHANGES[kind, self._of_scores](request, request_id=self.name, **options)
+            exchange = SidecarExchange(
+                request, request_id=self.name, timeout_s=left_s, max_bytes=server.max_message_bytes
+            )
         key = server.routing_key(request.routing_key)
         headers = {**self._options.headers, ROUTING_KEY: key}
         if exchange.accept:

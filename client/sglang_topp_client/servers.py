@@ -30,8 +30,6 @@ from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
 
-__all__ = ["Kind", "Server", "Servers"]
-
 Kind: TypeAlias = Literal["sidecar", "sglang"]
 _T = TypeVar("_T")
 

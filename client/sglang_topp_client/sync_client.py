@@ -21,8 +21,6 @@ from sglang_topp.errors import RequestError, TransportError
 from sglang_topp_client.async_client import AsyncRolloutClient
 from sglang_topp_client.transport import fd_limit
 
-__all__ = ["LoopThread", "RolloutClient"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

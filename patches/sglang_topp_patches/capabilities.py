@@ -84,6 +84,7 @@ class Capabilities:
         resume: why no answer is resumed (`resumed_tokens`); "" if answers are.
         speculative: why sampled requests get no sets with the server's speculative decoding, which then are
             exact for greedy requests only; "" if sampled requests get sets.
+        routes: why no request for sets gets its tokens' experts (`return_routed_experts`); "" if they do.
         scheduler: SGLang's `Scheduler`, in its process.
     """
 
@@ -91,6 +92,7 @@ class Capabilities:
     sampler: str
     resume: str
     speculative: str
+    routes: str
     scheduler: Any = None
 
     @classmethod
@@ -103,7 +105,8 @@ class Capabilities:
         """
         problems = (*status().problems, *_mode_problems(server_args))
         resume = "; ".join(filter(None, (refused(Feature.RESUMED), *problems)))
-        return cls(problems, "; ".join(_sampler_problems()), resume, _greedy_only(server_args), scheduler)
+        sampler, routes = "; ".join(_sampler_problems()), "; ".join(_routes_problems(server_args))
+        return cls(problems, sampler, resume, _greedy_only(server_args), routes, scheduler)
 
     @property
     def sets(self) -> str:
@@ -196,6 +199,36 @@ def _sampler_problems() -> tuple[str, ...]:
             "with --rl-on-policy-target the reported log-probs are rounded, and not those that are drawn from"
         )
     return tuple(reasons)
+
+
+def _routes_problems(server_args: Any) -> Iterator[str]:
+    """Yield the reasons why SGLang's rows of routed experts may be missing, or those of other tokens."""
+    if reason := refused(Feature.ROUTES):
+        yield reason
+
+    def value(name: str) -> Any:
+        return getattr(server_args, name, None)
+
+    reasons = {
+        "the server was started without --enable-return-routed-experts": not value(
+            "enable_return_routed_experts"
+        ),
+        "with --enable-hierarchical-cache, KV that comes back from the host has other tokens' experts": value(
+            "enable_hierarchical_cache"
+        ),
+        "with --pp-size, SGLang returns the experts of one stage": (value("pp_size") or 1) > 1,
+        "with --disaggregation-mode, the decode server does not know the prompt's experts": (
+            value("disaggregation_mode") not in (None, "null")
+        ),
+        "with --enable-two-batch-overlap, each half overwrites the other's experts": value(
+            "enable_two_batch_overlap"
+        ),
+        "with --enable-pdmux, prefill and decode overwrite each other's experts": value("enable_pdmux"),
+        "with --speculative-algorithm, the experts of accepted drafts are untested": value(
+            "speculative_algorithm"
+        ),
+    }
+    yield from (reason for reason, applies in reasons.items() if applies)
 
 
 def environment_problems() -> tuple[str, ...]:

@@ -32,6 +32,7 @@ _MODULES = (
     "scheduler.step",
     "scheduler.prompts",
     "scheduler.verification",
+    "scheduler.routes",
     "scheduler.pipeline",
     "disaggregation",
     _DETOKENIZER,

@@ -362,6 +362,7 @@ class Feature(StrEnum):
     DISAGGREGATION = "--disaggregation-mode"
     HTTP_WORKERS = "--tokenizer-worker-num"
     RESUMED = "resumed_tokens"
+    ROUTES = "return_routed_experts"
     SPECULATIVE = "--speculative-algorithm"
     REJECTION_SAMPLING = "--speculative-use-rejection-sampling"
 
@@ -391,6 +392,7 @@ _OTHER_REJECTION = {
 _BEFORE_0_5_20 = {
     **_BEFORE_0_5_23,
     Feature.SAMPLER_SOURCE: "SGLang's sampler does not return the probabilities that it drew from",
+    Feature.ROUTES: "it was not tested, because SGLang's buffer of routed experts needs a GPU here",
 }
 _BEFORE_0_5_19 = {
     **_BEFORE_0_5_20,

@@ -20,6 +20,9 @@ NUCLEUS = "return_top_p_token_ids"
 
 The answer holds the sets in slime's two arrays (`http.slime_fields`)."""
 
+ROUTES = "return_routed_experts"
+"""SGLang's field for the experts of each token. In a request for sets, the plugin keeps them exact."""
+
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
 """The request fields that the plugin adds to `POST /generate`.
 

@@ -122,6 +122,7 @@ def collate_rl(
     candidates: Sequence[CandidateSets] | None = None,
     *,
     fields: Mapping[str, RaggedRows] | None = None,
+    sequence_fields: Mapping[str, RaggedRows] | None = None,
     pad_token_id: int,
     max_seq_len: int | None = None,
 ) -> RLBatch:
@@ -139,6 +140,10 @@ def collate_rl(
         fields: further fields by name, such as another model's log-probs. A field has B rows; row i has R_i
             values. If all rows of a field are integer arrays or integer tensors, the field becomes int64. All
             other fields become float32, even if their rows are lists of integers.
+        sequence_fields: integers of prompt and response by name, such as routed experts. A field has B rows;
+            row i is an integer array or tensor [P_i + R_i, ...], or [P_i + R_i - 1, ...] without the last
+            token's. The field becomes [B, S, ...], in the columns of `sequences`, with 0 where no value is,
+            of the smallest dtype that holds the rows' (int32 for uint16, and int64 for uint32).
         pad_token_id: fills `sequences` before the prompt.
         max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
@@ -147,13 +152,13 @@ def collate_rl(
             rewards, masks, log-probs, sets, and fields must have the length of its response. The prompt of a
             response must not be empty, because nothing would predict the first token. The sampled token of a
             candidate set must be the response's token at the same position. A token with loss mask 1 must
-            have a candidate set. A name in `fields` must not be a standard field of the batch. `pad_token_id`
-            must be an integer.
+            have a candidate set. A name in `fields` or `sequence_fields` must not be in the other, or a
+            standard field of the batch. `pad_token_id` must be an integer.
 
     Warns:
         UserWarning: a sample is longer than `max_seq_len`.
     """
-    rollouts = Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates)
+    rollouts = Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates, sequence_fields or {})
     batch = _collate_right_aligned(rollouts, fields, pad_token_id)
     _warn_if_long(batch, max_seq_len)
     return batch
@@ -235,6 +240,7 @@ class Rollouts:
     loss_masks: RaggedRows
     logprobs: RaggedRows | None
     candidates: Sequence[CandidateSets] | None
+    sequence_fields: Mapping[str, RaggedRows]
 
     @classmethod
     def of(
@@ -263,6 +269,7 @@ class Rollouts:
             [one.loss_mask for one in rollouts],
             [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
             candidates if candidates is not None else with_sets or None,
+            {},
         )
 
     def collate(
@@ -285,8 +292,8 @@ class Rollouts:
                 f"prompts[{i}]: is empty, so nothing predicts the response's first token; start it with the"
                 " tokenizer's first special token"
             )
-        for name in fields or {}:
-            if name in own_names:
+        for name in (*(fields or {}), *self.sequence_fields):
+            if name in own_names or (name in self.sequence_fields and name in (fields or {})):
                 raise InvalidInputError(
                     f"fields: got {name!r}, which is a field of the batch; choose another name"
                 )
@@ -310,6 +317,10 @@ class Rollouts:
             rows = ragged.to_host(given)
             dtype = ragged.field_dtype(rows) if name in (fields or {}) else np.float32
             batch[name] = torch.from_numpy(ragged.write_rows(name, rows, start, np.zeros(shape, dtype)))
+        for name, given in self.sequence_fields.items():
+            batch[name] = ragged.write_sequence_rows(
+                name, given, first, prompt_lengths + lengths, sequences.shape
+            )
         if self.candidates is not None:
             ragged.check_lengths("candidates", self.candidates, lengths, "responses")
             for i, one in enumerate(self.candidates):

@@ -45,7 +45,8 @@ class PackedBatch(TypedDict):
     Data-parallel rank d trains on the rows from `d * N / dp_size` to `(d + 1) * N / dp_size - 1`. Each row is
     a micro-batch. An RL batch also has one entry for each of the caller's `fields`: int64 or float32 [N, W].
     Such an entry holds a token's value in the column whose logits predict the token, one column before the
-    token itself.
+    token itself. Each of the caller's `sequence_fields`, [N, W, ...], is in the columns of `sequences`.
+    `Layout.take_tokens` cuts out a context-parallel rank's part.
     """
 
     sequences: torch.Tensor
@@ -169,6 +170,7 @@ class PackedCollator:
         candidates: Sequence[CandidateSets] | None = None,
         *,
         fields: Mapping[str, RaggedRows] | None = None,
+        sequence_fields: Mapping[str, RaggedRows] | None = None,
     ) -> PackedBatch:
         """Pack rollouts. The arguments are those of `sglang_topp.batch.collate_rl`.
 
@@ -176,7 +178,10 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rl`), a sample is empty,
                 or a sample is longer than `max_tokens` after alignment.
         """
-        return self._collate(Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates), fields)
+        rollouts = Rollouts(
+            prompts, responses, rewards, loss_masks, logprobs, candidates, sequence_fields or {}
+        )
+        return self._collate(rollouts, fields)
 
     def collate_rollouts(
         self,

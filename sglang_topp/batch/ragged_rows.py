@@ -170,6 +170,45 @@ def write_rows(name: str, rows: RaggedRows, starts: NDArray[np.int64], out: NDAr
     return out
 
 
+def write_sequence_rows(
+    name: str,
+    rows: RaggedRows,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    shape: tuple[int, int],
+) -> torch.Tensor:
+    """Return zeros of `shape` and the rows' further dimensions, with row i from `out.flat[starts[i]]` on.
+
+    Raises:
+        InvalidInputError: there are not B rows, or a row is no integer array [L_i, ...] or [L_i - 1, ...]
+            with the further dimensions of the others.
+    """
+    num_rows = count_rows(name, rows, "one row per sample")
+    if num_rows != len(lengths):
+        raise InvalidInputError(f"{name}: got {num_rows} samples, expected {len(lengths)}, as in prompts")
+    arrays = [np.asarray(row) for row in to_host(rows)]
+    tail = arrays[0].shape[1:]
+    for i, (array, length) in enumerate(zip(arrays, lengths.tolist(), strict=True)):
+        if array.dtype.kind not in "iu" or array.ndim == 0 or array.shape[1:] != tail:
+            got = f"{array.dtype} {list(array.shape)}"
+            raise InvalidInputError(f"{name}[{i}]: got {got}, expected integers {['tokens', *tail]}")
+        if length - len(array) not in (0, 1):
+            raise InvalidInputError(
+                f"{name}[{i}]: got {len(array)} rows for {length} tokens of prompt and response, expected as"
+                " many, or one less"
+            )
+    dtype = np.result_type(*(array.dtype for array in arrays))
+    if dtype.char in "HI":  # torch has few operations for uint16 and uint32
+        dtype = np.dtype(np.int32 if dtype.char == "H" else np.int64)
+    if dtype.char not in _INTEGERS:
+        raise InvalidInputError(f"{name}: got {dtype}, expected integers that fit int64")
+    out = np.zeros((*shape, *tail), dtype)
+    flat = out.reshape(-1, *tail)
+    for array, start in zip(arrays, starts.tolist(), strict=True):
+        flat[start : start + len(array)] = array
+    return torch.from_numpy(out)
+
+
 def write_ones(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], shape: tuple[int, int], dtype: DTypeLike = np.int64
 ) -> NDArray[Any]:

@@ -320,10 +320,10 @@ class CandidateSets:
         if mask.dtype != np.bool_ or (num_true := np.count_nonzero(mask)) != len(self):
             got = mask.dtype if mask.dtype != np.bool_ else f"{num_true} true elements"
             raise InvalidInputError(f"mask: got {got}, expected booleans with {len(self)} true elements")
-        sizes, sampled = np.zeros(mask.shape, np.int64), np.full(mask.shape, NO_TOKEN, np.int32)
-        sizes[mask], sampled[mask] = self.sizes, self.sampled_ids
-        offsets = csr.offsets_of(sizes.reshape(-1))
-        return CandidateSets.unchecked(self.token_ids, self._logprobs, offsets, sampled.reshape(-1))
+        flat, sampled = mask.reshape(-1), np.full(mask.size, NO_TOKEN, np.int32)
+        sampled[flat] = self.sampled_ids
+        offsets = self.offsets[csr.offsets_of(flat)]
+        return CandidateSets.unchecked(self.token_ids, self._logprobs, offsets, sampled)
 
     def without_logprobs(self) -> CandidateSets:
         """Return the same candidates without log-probs, ordered by token id at each position."""

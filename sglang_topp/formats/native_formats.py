@@ -83,19 +83,6 @@ def _sampled_logprobs(
     return logprobs
 
 
-def _possible(
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    rows: NDArray[np.int32],
-    sampled: NDArray[np.integer[Any]],
-) -> CandidateSets:
-    """Return the sets of these tokens, without those of probability 0 that were not sampled."""
-    kept = (logprobs > LOWEST) | (ids == sampled[rows])
-    ids, logprobs, rows = ids[kept], logprobs[kept], rows[kept]
-    offsets = csr.offsets_of(np.bincount(rows, minlength=len(sampled)))
-    return CandidateSets(*csr.sorted_by_logprob(rows, ids, logprobs), offsets, sampled)
-
-
 # -- top log-probs ------------------------------------------------------------------------------------------
 
 
@@ -180,9 +167,10 @@ def decode_top_k(
         logprobs = np.insert(logprobs, ends, reported[unlisted])
         rows = csr.rows_of(offsets)
         ids, logprobs = csr.sorted_by_logprob(rows, ids, logprobs)
-        is_listed = logprobs >= logprobs[offsets[:-1] + (k - 1)][rows]
-        is_listed |= ids == sampled[rows]
-        return _possible(ids[is_listed], logprobs[is_listed], rows[is_listed], sampled)
+        kth = logprobs[offsets[:-1] + (k - 1)]
+        kept = ((logprobs >= kth[rows]) & (logprobs > LOWEST)) | (ids == sampled[rows])
+        sizes = np.bincount(rows[kept], minlength=len(sampled))
+        return CandidateSets(ids[kept], logprobs[kept], csr.offsets_of(sizes), sampled)
 
 
 def _top_k_arrays(meta_info: Mapping[str, Any], kind: str, num_tokens: int) -> CandidateRows:
@@ -300,7 +288,11 @@ def decode_sampling_mask(
                 f"gives the sampled token at position {t} {within[t]}, and {_TOKENS} {reported[t]}, which are"
                 " not of one distribution (SGLANG_RETURN_ORIGINAL_LOGPROB?)",
             )
-        return _possible(ids, (support + log_mass[rows]).astype(np.float32), rows, sampled)
+        logprobs = (support + log_mass[rows]).astype(np.float32)
+        ids, logprobs = csr.sorted_by_logprob(rows, ids, logprobs)
+        kept = (logprobs > LOWEST) | (ids == sampled[rows])  # without tokens whose probability rounds to 0
+        sizes = np.bincount(rows[kept], minlength=len(sampled))
+        return CandidateSets(ids[kept], logprobs[kept], csr.offsets_of(sizes), sampled)
 
 
 def _read_support(rows: Any, sizes: NDArray[np.int64]) -> NDArray[np.float32] | None:

@@ -80,7 +80,7 @@ def top_p_candidates(
         none = logprobs_BV.new_empty(0, dtype=torch.float32)
         return none.int(), none, offsets
     requested = _select_requested_rows(logprobs_BV, p_B, sampled_B, row_numbers)
-    parts = list(_parts(logprobs_BV, requested))
+    parts = list(_parts(logprobs_BV, requested, row_numbers))
     for part in parts:
         offsets[part.rows_R + 1] = part.sizes_R
     ids_n, logprobs_n = _in_row_order(parts)
@@ -115,7 +115,7 @@ def _check_sampled(rows_R: Tensor, sampled_R: Tensor, vocab: int) -> None:
         raise row_error(int(rows_R[worst]), SAMPLED_OUT_OF_RANGE, int(sampled_R[worst]), vocab)
 
 
-def _parts(logprobs_BV: Tensor, requested: _RequestedRows) -> Iterator[_Part]:
+def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
     """Yield parts that together hold the candidate sets of the requested rows.
 
     A block is a group of neighboring token ids. To find a row's nucleus, an attempt reads either the row's
@@ -127,7 +127,11 @@ def _parts(logprobs_BV: Tensor, requested: _RequestedRows) -> Iterator[_Part]:
     attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
-        maxima_RN = blocks_BNS.amax(2)[requested.rows_R]
+        # Call `amax` once per run of adjacent requested rows. These `amax` calls copy no row, and read only
+        # requested rows.
+        breaks = np.flatnonzero(np.diff(row_numbers) != 1) + 1
+        runs = zip([0, *breaks], [*breaks, len(row_numbers)], strict=True)
+        maxima_RN = torch.cat([blocks_BNS[row_numbers[a] : row_numbers[b - 1] + 1].amax(2) for a, b in runs])
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
         chosen_RK = chosen_RK.sort(1).values  # token ids must ascend along each row of `values_RM`

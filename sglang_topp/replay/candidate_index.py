@@ -217,7 +217,6 @@ class CandidateIndex:
     First are the candidates whose logits are computed one by one, then those that the pass picks.
     """
 
-    shard: Shard
     token_ids: Tensor
     """int32 [n]: the token ids of all candidate sets."""
     span_offsets: Tensor
@@ -366,7 +365,6 @@ def _build(
         read_ids = RowIds(columns, torch.nn.functional.pad(sizes[read_rows].cumsum(0), (1, 0)))
     _ = picks.stops, read_ids.stops  # so that no later call waits for them
     return CandidateIndex(
-        shard,
         token_ids,
         sets.offsets,
         sizes.int(),

@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import first_true as first_true_on_host
 from sglang_topp.candidates.csr_operations import log_sum_exp, offsets_of, rows_of
-from sglang_topp.candidates.validation import LOWEST, MASS_ERROR, NO_TOKEN
+from sglang_topp.candidates.validation import LOWEST, MASS_ERROR
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 from sglang_topp.replay.candidate_index import DENSE_SHARES, CandidateIndex, Shard, first_true
 from sglang_topp.replay.lm_head import WeightGrad
@@ -190,14 +190,19 @@ def _teacher(
         smallest_tail: the tail's probability is at least this, except at a set that is the whole vocabulary.
 
     Returns:
-        The sets without tokens of zero probability, the log-probs [n] of their candidates, and the log-prob
-        [T] of all other ids, 0 where a set is empty. The probabilities at a position sum to 1.
+        The sets without tokens of zero probability, for an index; the log-probs [n] of their candidates; and
+        the log-prob [T] of all other ids, 0 where a set is empty. The probabilities at a position sum to 1.
 
     Raises:
         InvalidInputError: the sets have no log-probs.
         InvalidCandidateSetsError: the probabilities of a set sum to more than 1.002 (1 + `MASS_ERROR`).
     """
-    sets = _only(sets, np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST))
+    kept = np.repeat(counts, sets.sizes) & (sets.logprobs > LOWEST)
+    sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
+    # The index does not read the sampled tokens, which may be among the candidates that are left out.
+    sets = CandidateSets.unchecked(
+        sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes), sets.sampled_ids
+    )
     logprobs = sets.logprobs.astype(np.float64)
     log_mass = log_sum_exp(logprobs, sets.offsets)
     if (t := first_true_on_host(log_mass > np.log1p(MASS_ERROR))) is not None:
@@ -214,20 +219,3 @@ def _teacher(
         log_total = np.logaddexp(log_mass, log_tail)
         log_tail = np.where(sets.sizes == 0, 0.0, log_tail - log_total)
     return sets, logprobs - np.repeat(log_total, sets.sizes), log_tail
-
-
-def _only(sets: CandidateSets, kept: NDArray[np.bool_]) -> CandidateSets:
-    """Return the sets without the candidates where `kept` is False.
-
-    A set must hold its sampled token, and this token may be among the removed candidates. The first remaining
-    candidate of each set therefore becomes the set's sampled token.
-    """
-    if not kept.all():
-        sizes = np.bincount(rows_of(sets.offsets)[kept], minlength=len(sets))
-        token_ids, logprobs, offsets = sets.token_ids[kept], sets.logprobs[kept], offsets_of(sizes)
-    else:
-        token_ids, logprobs, offsets = sets.token_ids, sets.logprobs, sets.offsets
-    sampled = np.full(len(sets), NO_TOKEN, np.int32)
-    filled = np.flatnonzero(np.diff(offsets))
-    sampled[filled] = token_ids[offsets[filled]]
-    return CandidateSets.unchecked(token_ids, logprobs, offsets, sampled)

@@ -125,27 +125,22 @@ class HeadSource:
         return self.hidden if self.rows is None else self.hidden.index_select(0, self.rows)
 
     @functools.cached_property
-    def _mixed(self) -> bool:
-        """Whether tensor cores multiply in half precision."""
-        return self.hidden.is_cuda and self.hidden.dtype == self.weight.dtype != self.dtype
-
-    @functools.cached_property
     def _head(self) -> Tensor:
-        """[V, H]: the rows of the weight without padding, as `_product` reads them."""
+        """[V, H]: the rows of the weight without padding, in the dtype in which `_product` multiplies."""
         head = self.weight[: self.shard.num_ids]
-        return head if self._mixed else head.to(self.dtype)
+        has_tensor_cores = self.hidden.is_cuda and self.hidden.dtype == self.weight.dtype
+        return head if has_tensor_cores else head.to(self.dtype)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        product: Tensor
-        if self._mixed:
-            product = torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
-        else:
-            product = torch.mm(left.to(self.dtype), right.to(self.dtype))
+        left, right = left.to(self._head.dtype), right.to(self._head.dtype)
+        if left.dtype == self.dtype:
+            return torch.mm(left, right)
+        product: Tensor = torch.mm(left, right, out_dtype=self.dtype)
         return product
 
     def _add_outer(self, grad_VH: Tensor, grad_CV: Tensor, read_CH: Tensor) -> None:
         """Add the weight's gradient from one chunk to `grad_VH`, without a second [V, H] tensor."""
-        if not self._mixed:
+        if self._head.dtype == self.dtype:
             grad_VH[: self.shard.num_ids].addmm_(grad_CV.t(), read_CH.to(self.dtype))
             return
         for start in range(0, self.shard.num_ids, _WEIGHT_ROWS):
@@ -383,22 +378,21 @@ def check_tensors(targets: Tensor | None, **tensors: Tensor | None) -> torch.dty
         )
     if targets is not None and len(reference) != len(targets):
         raise InvalidInputError(f"targets: got {len(targets)} for {len(reference)} rows of {first}")
-    for name, tensor in {**tensors, "targets": targets}.items():
-        if tensor is None:
-            continue
+    given = {name: tensor for name, tensor in {**tensors, "targets": targets}.items() if tensor is not None}
+    for name, tensor in given.items():
         if hasattr(tensor, "full_tensor"):
-            raise InvalidInputError(
-                f"{name}: it is a DTensor, expected a plain tensor; pass {name}.full_tensor(), or with FSDP2"
-                " call the module's unshard() before you read its parameter"
+            problem = (
+                f"it is a DTensor, expected a plain tensor; pass {name}.full_tensor(), or with FSDP2 call the"
+                " module's unshard() before you read its parameter"
             )
-        if tensor.device != reference.device:
-            raise InvalidInputError(f"{name}: it is on {tensor.device}, and {first} is on {reference.device}")
-        if name != "targets" and tensor.dtype not in _DTYPES:
-            raise InvalidInputError(
-                f"{name}: got dtype {tensor.dtype}, expected float16, bfloat16, float32 or float64"
-            )
-    is_wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors.values())
-    return torch.float64 if is_wide else torch.float32
+        elif tensor.device != reference.device:
+            problem = f"it is on {tensor.device}, and {first} is on {reference.device}"
+        elif name != "targets" and tensor.dtype not in _DTYPES:
+            problem = f"got dtype {tensor.dtype}, expected float16, bfloat16, float32 or float64"
+        else:
+            continue
+        raise InvalidInputError(f"{name}: {problem}")
+    return torch.float64 if any(x.dtype == torch.float64 for x in given.values()) else torch.float32
 
 
 class Products(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -174,19 +174,18 @@ class Work:
 
     def parts(self) -> list[slice]:
         """Return the rows of each chunk of the pass."""
-        return _slices(0, self.index.num_read, self.policy.chunk_rows)
+        num_rows, step = self.index.num_read, self.policy.chunk_rows
+        return [slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
 
-    def slices(self, part: slice, chunk: Tensor) -> list[tuple[slice, slice]]:
-        """Return slices of a chunk for the softmaxes: the rows within the chunk, and the rows of the pass."""
-        if not chunk.shape[1]:  # this rank holds no ids
-            return []
+    def blocks(self, part: slice, chunk: Tensor) -> Iterator[tuple[Tensor, slice, Tensor | slice]]:
+        """Yield a few rows of a chunk at a time: their raw outputs, their rows of the pass, and positions."""
+        num_rows, num_ids = chunk.shape
         num_bytes = _SLICE_BYTES_CPU if chunk.is_cpu else _SLICE_BYTES
-        step = max(1, num_bytes // (chunk.shape[1] * chunk.itemsize))
-        return list(zip(_slices(0, len(chunk), step), _slices(part.start, part.stop, step), strict=True))
-
-    def positions(self, here: slice) -> Tensor | slice:
-        """Return the positions of some rows."""
-        return here if self.index.read_rows is None else self.index.read_rows[here]
+        step = max(1, num_bytes // max(1, num_ids * chunk.itemsize))
+        for first in range(0, num_rows if num_ids else 0, step):
+            raw_CV = chunk[first : first + step]
+            here = slice(part.start + first, part.start + first + len(raw_CV))
+            yield raw_CV, here, here if self.index.read_rows is None else self.index.read_rows[here]
 
     def only(self, kind: str, here: slice, logits_CV: Tensor) -> Tensor:
         """Return the logits of some rows, -inf at the ids that a softmax leaves out."""
@@ -194,10 +193,6 @@ class Work:
             return logits_CV
         mask_CV = self.index.read_ids.mask(here, self.policy.shard.num_ids)
         return logits_CV.masked_fill(mask_CV if kind == "outside" else mask_CV.logical_not_(), -torch.inf)
-
-
-def _slices(start: int, stop: int, step: int) -> list[slice]:
-    return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def evaluate(work: Work, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -237,7 +232,9 @@ class _Evaluate(torch.autograd.Function):
             if softmaxes and work.policy.chunk_rows >= index.num_read:
                 ctx.kept = chunk
             of_pass = [each for softmax in softmaxes.values() for each in softmax]
-            ctx.save_for_backward(*source.saved(has_pass=index.num_read > 0), raw_m, *slopes, *of_pass)
+            ctx.save_for_backward(
+                *source.saved(has_pass=index.num_read > 0), raw_m, *slopes.of_scores, *slopes[1:], *of_pass
+            )
         return *over_sets, *softmaxes.get("all", Softmax())[:2]
 
     @staticmethod
@@ -246,7 +243,7 @@ class _Evaluate(torch.autograd.Function):
         work: Work = ctx.work
         index, saved = work.index, iter(ctx.saved_tensors)
         tensors, raw_m = list(itertools.islice(saved, ctx.num_tensors)), next(saved)
-        slopes = _Slopes(*itertools.islice(saved, len(_Slopes._fields)))
+        slopes = _Slopes(tuple(itertools.islice(saved, 3)), next(saved), next(saved))
         softmaxes = {kind: Softmax(*itertools.islice(saved, 3)) for kind in work.kinds}
         gathered = grad_picked = chunks = None
         with torch.autocast(ctx.device.type, enabled=False):
@@ -272,19 +269,18 @@ class _Evaluate(torch.autograd.Function):
 class _Slopes(NamedTuple):
     """The gradient of each score of a position over its set, in the logits of its listed candidates."""
 
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    kl: Tensor | None = None
-    probs: Tensor | None = None
+    of_scores: Sequence[Tensor | None]
+    """[m] each: those of the log-prob of the target, the entropy, and the KL."""
+    probs: Tensor | None
     """[m]: the candidates' probabilities, if the log-prob of each is asked for."""
-    kl_outside: Tensor | None = None
+    kl_outside: Tensor | None
     """[A]: the gradient of the KL in the log-sum-exp of the logits outside of the set."""
 
     def gradient(self, index: CandidateIndex, grads: tuple[Tensor | None, ...]) -> Tensor | None:
         """Return the gradient of the listed candidates' logits, or None, from those of all scores."""
         of_logprobs, of_entropy, of_each, of_kl, *_ = grads
         total_m = None
-        for grad, slope_m in ((of_logprobs, self.logprobs), (of_entropy, self.entropy), (of_kl, self.kl)):
+        for grad, slope_m in zip((of_logprobs, of_entropy, of_kl), self.of_scores, strict=True):
             if grad is not None and slope_m is not None:
                 grad_m = grad.index_select(0, index.positions)
                 total_m = grad_m.mul_(slope_m) if total_m is None else total_m.addcmul_(grad_m, slope_m)
@@ -332,14 +328,14 @@ def _score_sets(
     log_total_A = total_A.log()
     logprobs_m = shifted_m - listed(log_total_A)
     p_m = logprobs_m.exp()
-    by_row: list[Tensor | None] = [None, None, None]
-    each = of_logprobs = of_entropy = of_kl = of_outside = None
+    values_A: list[Tensor | None] = [None] * 3
+    slopes_m: list[Tensor | None] = [None] * 3
+    each = of_outside = None
     if work.is_target is not None:
-        by_row[0] = others[0] - log_total_A
-        of_logprobs = work.is_target.to(p_m.dtype).sub_(p_m)
+        values_A[0], slopes_m[0] = others[0] - log_total_A, work.is_target.to(p_m.dtype).sub_(p_m)
     if work.entropy:
-        by_row[1] = entropy_A = log_total_A - others[-1] / total_A
-        of_entropy = (logprobs_m.clamp(min=LOG_PROB_FLOOR) + listed(entropy_A)).mul_(p_m).neg_()
+        values_A[1] = entropy_A = log_total_A - others[-1] / total_A
+        slopes_m[1] = (logprobs_m.clamp(min=LOG_PROB_FLOOR) + listed(entropy_A)).mul_(p_m).neg_()
     if work.other is not None:
         terms_m, of_kl = _kl(logprobs_m, work.other.logprobs.index_select(0, index.at), work.other.is_first)
         kl_A = reduce_sum(sums_of(terms_m), group)
@@ -351,15 +347,13 @@ def _score_sets(
             terms_A, of_outside = _kl(log_outside_A, other_A, work.other.is_first)
             kl_A = kl_A + terms_A
             of_outside = of_outside - log_outside_A.exp() * (share * kl_A)
-        by_row[2] = kl_A
-        of_kl = of_kl - p_m * listed(share * kl_A)
+        values_A[2], slopes_m[2] = kl_A, of_kl - p_m * listed(share * kl_A)
     if work.each:
         each = reduce_sum(spread(logprobs_m, index.at, len(index.token_ids)), group)
     logprobs, entropy, kl = (
-        None if values is None else spread(values, index.rows, len(index.sizes)) for values in by_row
+        None if values is None else spread(values, index.rows, len(index.sizes)) for values in values_A
     )
-    slopes = _Slopes(of_logprobs, of_entropy, of_kl, p_m if work.each else None, of_outside)
-    return [logprobs, entropy, each, kl], slopes
+    return [logprobs, entropy, each, kl], _Slopes(slopes_m, p_m if work.each else None, of_outside)
 
 
 def _kl(log_p: Tensor, log_q: Tensor, q_is_first: bool) -> tuple[Tensor, Tensor]:
@@ -398,8 +392,8 @@ def _read_vocabulary(
         chunk = source.raw(part)
         if len(work.index.picks.columns):
             picked.append(chunk.view(-1).index_select(0, work.index.picks.places(part, shard.num_ids)))
-        for rows, here in work.slices(part, chunk) if sums else ():
-            logits_CV = work.policy.transform(chunk[rows], work.positions(here))
+        for raw_CV, here, positions in work.blocks(part, chunk) if sums else ():
+            logits_CV = work.policy.transform(raw_CV, positions)
             for kind, each in sums.items():
                 column_C = None if work.columns is None else work.columns[here]
                 each.add(here, work.only(kind, here, logits_CV), column_C)
@@ -424,14 +418,14 @@ def _vocabulary_gradients(
             chunk = grad_picked.new_zeros((part.stop - part.start, num_ids))
         else:
             return
-        for rows, here in work.slices(part, chunk) if terms else ():
-            leaf_CV, logits_CV = work.policy.transform.leaf_and_logits(chunk[rows], work.positions(here))
+        for raw_CV, here, positions in work.blocks(part, chunk) if terms else ():
+            leaf_CV, logits_CV = work.policy.transform.leaf_and_logits(raw_CV, positions)
             total, *others = [
                 term(here, work.only(kind, here, logits_CV.detach())) for kind, term in terms.items()
             ]
             for other in others:
                 total += other
-            (chunk[rows],) = torch.autograd.grad(logits_CV, leaf_CV, total)
+            raw_CV.copy_(torch.autograd.grad(logits_CV, leaf_CV, total)[0])
         if grad_picked is not None and len(work.index.picks.columns):
             picks = work.index.picks
             chunk.view(-1).index_add_(0, picks.places(part, num_ids), grad_picked[picks.entries(part)])

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import first_true, offsets_of
@@ -142,6 +141,23 @@ class Layout:
         mine, num_rows = row >= 0, int(edges[-1]) // self.cp_size
         num_sequences = 1 if self.attention_mask is None else len(prompts)
         return RowSelection(row[mine], position[scored][mine], num_rows, num_sequences, responses, scored)
+
+    def take_tokens(self, values: Tensor) -> Tensor:
+        """Select the values of the tokens that this rank holds, in the order of its hidden states.
+
+        Args:
+            values: [tokens, ...], one value per token of the packed stream that `cu_seqlens` describes, such
+                as a row of `PackedBatch["sequences"]` or of its routed experts, up to its `row_lengths`.
+
+        Raises:
+            InvalidInputError: `cu_seqlens` is None, or there are more or fewer values.
+        """
+        if self.cu_seqlens is None:
+            raise InvalidInputError("cu_seqlens: got None, expected those of the packed stream")
+        rows = self._held_rows(np.array(self.cu_seqlens))
+        if len(values) != len(rows):
+            raise InvalidInputError(f"values: got {len(values)}, expected {len(rows)}, one per token")
+        return values.index_select(0, to_device(np.flatnonzero(rows >= 0), values.device))
 
     def _rows(self, mask: NDArray[Any], lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return `(first, edges)` of the rows of `attention_mask`, one after the other.
@@ -310,8 +326,8 @@ class RowSelection:
         if values.shape != (len(self),):
             raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
         index = self._on("positions", values.device)
-        result: Tensor = _Scatter.apply(values, index, len(self.scored), cp_group)
-        return result
+        result: Tensor = values.new_zeros(len(self.scored)).index_copy(0, index, values)
+        return result if cp_group is None else _Sum.apply(result, cp_group)
 
     def _on(self, name: str, device: torch.device) -> Tensor:
         """Return one of the index arrays on `device`. The first call copies it, without waiting."""
@@ -328,19 +344,14 @@ class RowSelection:
             )
 
 
-class _Scatter(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values_R: Tensor, index_R: Tensor, length: int, group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.save_for_backward(index_R)
-        return reduce_sum(values_R.new_zeros(length).index_copy_(0, index_R, values_R), group)
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        return reduce_sum(values.clone(), group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index_R,) = ctx.saved_tensors
-        return grad.index_select(0, index_R), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:

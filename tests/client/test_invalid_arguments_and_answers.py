@@ -15,8 +15,8 @@ from sglang_topp import errors
 from sglang_topp.errors import describe
 from sglang_topp_client import AsyncRolloutClient, Rollout
 from sglang_topp_client.checks import fresh_id, truncate
-from sglang_topp_client.protocols.sglang import GenerateExchange
-from sglang_topp_client.protocols.sidecar import RolloutsExchange
+from sglang_topp_client.protocols.sglang import SglangExchange
+from sglang_topp_client.protocols.sidecar import SidecarExchange
 from sglang_topp_client.requests import plan
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
@@ -238,11 +238,11 @@ def read(reader, value):
 
 
 def of_engine(n=1, p=0.9, prompt=(5, 6)):
-    return GenerateExchange(*plan([list(prompt)], {"n": n}, p), request_id="mine")
+    return SglangExchange(*plan([list(prompt)], {"n": n}, p), request_id="mine")
 
 
 def of_sidecar(p=0.9):
-    return RolloutsExchange(*plan([[5, 6]], None, p), request_id="mine", max_bytes=1 << 30)
+    return SidecarExchange(*plan([[5, 6]], None, p), request_id="mine", max_bytes=1 << 30)
 
 
 def as_lists(chunk, sets):

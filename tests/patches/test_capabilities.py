@@ -53,6 +53,26 @@ def test_modes_without_exact_sets_refuse(
     assert process.capabilities.problems == reasons
 
 
+@needs(Feature.ROUTES)
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("enable_return_routed_experts", False, "without --enable-return-routed-experts"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+        ("pp_size", 2, "--pp-size"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode"),
+        ("speculative_algorithm", "NGRAM", "--speculative-algorithm"),
+        ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+    ],
+)
+def test_modes_without_exact_routed_experts_refuse(field: str, value: Any, words: str) -> None:
+    assert hasattr(ServerArgs, field)
+    served = {"enable_return_routed_experts": True, "pp_size": 1, "disaggregation_mode": "null"}
+    assert capabilities.Capabilities.of(SimpleNamespace(**served)).routes == ""
+    assert words in capabilities.Capabilities.of(SimpleNamespace(**{**served, field: value})).routes
+
+
 def test_every_source_of_reasons_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "status", lambda: SimpleNamespace(problems=("a seam is gone",)))
     process = http_process(dllm_algorithm="LowConfidence")

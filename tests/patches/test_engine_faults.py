@@ -342,7 +342,7 @@ class Answer:
     """Pass one request through the HTTP process, with the fields that SGLang itself writes."""
 
     def __init__(self, tokens: list[int], prompt_tokens: int = 0, **fields: Any) -> None:
-        obj = SimpleNamespace(rid="a", stream=False, **fields)
+        obj = SimpleNamespace(rid="a", stream=False, return_routed_experts=False, **fields)
         attach(obj, SetsRequest(threshold=0.9, is_base64=True))
         streaming = SimpleNamespace(incremental_streaming_output=False, disaggregation_mode="null")
         self.manager = SimpleNamespace(**vars(streaming), server_args=streaming, abort_request=str)

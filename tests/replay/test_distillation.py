@@ -161,12 +161,14 @@ def test_any_teacher_and_any_student(
         torch.testing.assert_close(weight.grad, exact_weight.grad, rtol=1e-8, atol=1e-10)
     if outside == "tail":
         student, whole = torch.log_softmax(hidden.detach(), 1), torch.log_softmax(teacher, 1)
-        pairs = (
-            zip(whole, student, strict=True) if direction == "forward" else zip(student, whole, strict=True)
-        )
-        for merged, (a, b) in zip(got.kl.detach(), pairs, strict=True):
-            # The teacher's tail is exact to 1e-6. Multiply by the distance of the log-probs for the KL.
-            assert float(merged) <= float(kl_of(a, b)) * (1 + 1e-6) + 1e-4
+        for t, merged in enumerate(got.kl.tolist()):
+            a, b = (whole[t], student[t]) if direction == "forward" else (student[t], whole[t])
+            # The teacher's tail is exact to 1e-6, and at least 1e-6, so its log may be wrong by 1e-6 over it.
+            is_outside = torch.ones(vocab, dtype=torch.bool)
+            is_outside[torch.tensor(sets[t][0].astype("int64"))] = False
+            tails = [float(each[t].exp()[is_outside].sum()) for each in (student, whole)]
+            slack = 1e-6 * tails[0] / max(tails[1], 1e-6) if direction == "reverse" else 0.0
+            assert merged <= float(kl_of(a, b)) * (1 + 1e-6) + 1e-4 + slack
 
 
 @pytest.mark.parametrize(("direction", "outside"), FORMS)

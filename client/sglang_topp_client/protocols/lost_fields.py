@@ -16,8 +16,6 @@ from sglang_topp.errors import BadRequestError, MissingCandidateSetsError, WireE
 from sglang_topp_client.checks import convert, fresh_id, parse_token_ids
 from sglang_topp_client.rollout import SAMPLER
 
-__all__ = ["check_request_fields"]
-
 # Request fields that some releases of SGLang refuse. If an error names one of these fields, the field has
 # reached the engine.
 _REFUSABLE = ("top_logprobs_source", RESUMED)

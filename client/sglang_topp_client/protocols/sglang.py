@@ -30,9 +30,8 @@ cannot resume an interrupted sample.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Annotated, Any, Generic, Required, TypedDict, TypeVar
+from typing import Annotated, Any, Required, TypedDict
 
 import msgspec
 import numpy as np
@@ -65,14 +64,11 @@ from sglang_topp_client.rollout import (
 )
 from sglang_topp_client.wire.error_json import class_of_status
 
-__all__ = ["GenerateExchange", "GenerateScoreExchange"]
-
 _STREAM_INTERVAL = 1 << 30
 _FINISHED = ("stop", "length")
 # If a prompt is too long, the error from SGLang's tokenizer manager or scheduler contains one of these
 # phrases.
 _TOO_LONG = ("is longer than the model's context length", "exceeds the maximum allowed length")
-_Result = TypeVar("_Result")
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
@@ -122,16 +118,11 @@ class _Chunk(TypedDict, total=False):
     error: Any
 
 
-class StreamedExchange(ABC, Generic[_Result]):
-    """One `POST /generate` for one prompt: the request body, and the chunks received so far.
-
-    A subclass decodes the chunks of each sample into a result, such as a `Rollout`.
-    """
+class SglangExchange:
+    """One `POST /generate` for one prompt or sequence: the request body, and the chunks received so far."""
 
     path = "/generate"
     accept = None
-    prompts_field = "prompts"
-    """The name of the caller's argument that holds the prompts, for error messages."""
 
     def __init__(self, wanted: SampleRequest, *, request_id: str) -> None:
         """Prepare one call for the samples of one prompt.
@@ -141,6 +132,8 @@ class StreamedExchange(ABC, Generic[_Result]):
         If the suffixes differed in length, an abort of `a-1` would also abort `a-10`.
         """
         self._wanted = wanted
+        # The name of the caller's argument that holds the prompts, for error messages.
+        self._prompts_field = "sequences" if isinstance(wanted, ScoreRequest) else "prompts"
         self._rid = fresh_id(request_id)
         self._chunks: dict[int, list[_Chunk]] = {}
         self._engine_ids = {0: self._rid} if len(wanted.samples) == 1 else {}
@@ -164,7 +157,10 @@ class StreamedExchange(ABC, Generic[_Result]):
         }
         if is_text:
             body["return_prompt_token_ids"] = True
-        if wanted.top_logprobs_source == SAMPLER:
+        if isinstance(wanted, ScoreRequest):
+            sets = {"top_logprobs_p": wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
+            body |= {"logprob_start_len": wanted.start - 1, **sets}
+        elif wanted.top_logprobs_source == SAMPLER:
             body |= {"top_logprobs_source": SAMPLER, "return_logprobs_in_base64": True}
         elif wanted.top_logprobs_source is not None:
             body |= {"top_logprobs_p": wanted.top_logprobs_p, "return_logprobs_in_base64": True}
@@ -181,7 +177,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         """Return the ids of the unfinished samples, as far as the client knows them, to abort them."""
         return list(self._engine_ids.values())
 
-    def read(self, line: bytes) -> list[tuple[int, _Result]]:
+    def read(self, line: bytes) -> list[tuple[int, Rollout | Score]]:
         """Parse one line of the answer.
 
         Return a list with the sample index and the result of the sample that the line finishes, or an empty
@@ -210,7 +206,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         # Decode the JSON text without a copy of its bytes, because a line may be hundreds of MB long.
         chunk = decode_json(memoryview(line)[start:], _Chunk, field="stream")
         if "error" in chunk:
-            raise _reported_error(chunk["error"], self.prompts_field)
+            raise _reported_error(chunk["error"], self._prompts_field)
         _require(chunk, "output_ids", "meta_info")
         index, samples = chunk.get("index", 0), self._wanted.samples
         if index not in range(len(samples)) or index in self._finished:
@@ -221,7 +217,7 @@ class StreamedExchange(ABC, Generic[_Result]):
         self._engine_ids[index] = meta_info["id"]
         reason = meta_info.get("finish_reason")
         if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
-            _check_finish(reason, self.prompts_field)
+            _check_finish(reason, self._prompts_field)
         if (resumed := meta_info.get(RESUMED)) != self._wanted.resumed_tokens:
             raise WireError(
                 RESUMED,
@@ -238,88 +234,78 @@ class StreamedExchange(ABC, Generic[_Result]):
             return []
         self._finished.add(index)
         del self._engine_ids[index]
-        return [(samples[index], self._result(samples[index], self._chunks.pop(index)))]
-
-    @abstractmethod
-    def _result(self, sample: int, chunks: list[_Chunk]) -> _Result:
-        """Decode the chunks of a finished sample."""
-
-    def _prompt_ids(self, last: _Chunk) -> TokenIds:
-        """Return the prompt's token ids.
-
-        `last` is the sample's last chunk. Raise WireError if the prompt length in `last` differs from the
-        number of the prompt's token ids.
-        """
-        if isinstance(self._wanted.prompt, str):
-            prompt_ids = _text_prompt_ids(last)
-        else:
-            prompt_ids = np.array(self._wanted.prompt, np.int32)
-        if (count := last["meta_info"]["prompt_tokens"]) != len(prompt_ids):
-            raise WireError(
-                "prompt_tokens",
-                f"got {describe(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another"
-                " prompt. Was it started with --allow-auto-truncate?",
-            )
-        return prompt_ids
+        chunks, sample = self._chunks.pop(index), samples[index]
+        if isinstance(self._wanted, ScoreRequest):
+            return [(sample, _score(self._wanted, chunks))]
+        return [(sample, _rollout(self._wanted, sample, chunks))]
 
 
-class GenerateExchange(StreamedExchange[Rollout]):
-    """One `POST /generate` that generates samples."""
-
-    def _result(self, sample: int, chunks: list[_Chunk]) -> Rollout:
-        wanted, last = self._wanted, chunks[-1]
-        meta_info = last["meta_info"]
-        if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
-            return _empty_rollout_from_chunk(wanted, sample, last)
-        _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency")
-        parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
-        output_ids = np.concatenate(parts)
-        if (count := meta_info["completion_tokens"]) != len(output_ids):
-            raise WireError(
-                "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
-            )
-
-        entries: list[TokenLogprob] = []
-        for chunk in chunks:
-            _require(chunk["meta_info"], "output_token_logprobs")
-            entries += chunk["meta_info"]["output_token_logprobs"]
-        # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
-        logprobs = parse_token_logprobs(
-            "output_token_logprobs", entries if count else [], output_ids, of="output"
+def _rollout(wanted: SampleRequest, sample: int, chunks: list[_Chunk]) -> Rollout:
+    """Decode the chunks of a finished sample."""
+    last = chunks[-1]
+    meta_info = last["meta_info"]
+    if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
+        return _empty_rollout_from_chunk(wanted, sample, last)
+    _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency")
+    parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
+    output_ids = np.concatenate(parts)
+    if (count := meta_info["completion_tokens"]) != len(output_ids):
+        raise WireError(
+            "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
         )
-        candidates = weight_spans = None
-        if wanted.top_logprobs_source is not None:
-            candidates = CandidateSets.concat(
-                [
-                    formats.decode_top_p(chunk["meta_info"], ids)
-                    for chunk, ids in zip(chunks, parts, strict=True)
-                ]
-            )
-            check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
-            # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
-            # boundary between two weight versions can be off by one token, so the client ignores the field.
-            if (versions := meta_info.get("weight_versions")) is not None:
-                weight_spans = read_spans("weight_versions", versions)
 
-        rollout = Rollout(
-            prompt_index=wanted.prompt_index,
-            sample_index=sample,
-            request_id=meta_info["id"],
-            prompt_ids=self._prompt_ids(last),
-            output_ids=output_ids,
-            text="".join(chunk.get("text") or "" for chunk in chunks),
-            logprobs=logprobs,
-            candidates=candidates,
-            finish_reason=meta_info["finish_reason"]["type"],
-            weight_version=read_weight_version(meta_info),
-            cached_tokens=meta_info["cached_tokens"],
-            # The latency is negative if the engine's clock was set back during the request.
-            latency_s=max(meta_info["e2e_latency"], 0.0),
-            top_logprobs_source=wanted.top_logprobs_source,
-            weight_spans=weight_spans,
+    entries: list[TokenLogprob] = []
+    for chunk in chunks:
+        _require(chunk["meta_info"], "output_token_logprobs")
+        entries += chunk["meta_info"]["output_token_logprobs"]
+    # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
+    logprobs = parse_token_logprobs(
+        "output_token_logprobs", entries if count else [], output_ids, of="output"
+    )
+    candidates = weight_spans = None
+    if wanted.top_logprobs_source is not None:
+        candidates = CandidateSets.concat(
+            [formats.decode_top_p(chunk["meta_info"], ids) for chunk, ids in zip(chunks, parts, strict=True)]
         )
-        check_result(rollout, p=wanted.top_logprobs_p)
-        return rollout
+        check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+        # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
+        # boundary between two weight versions can be off by one token, so the client ignores the field.
+        if (versions := meta_info.get("weight_versions")) is not None:
+            weight_spans = read_spans("weight_versions", versions)
+
+    rollout = Rollout(
+        prompt_index=wanted.prompt_index,
+        sample_index=sample,
+        request_id=meta_info["id"],
+        prompt_ids=_prompt_ids(wanted, last),
+        output_ids=output_ids,
+        text="".join(chunk.get("text") or "" for chunk in chunks),
+        logprobs=logprobs,
+        candidates=candidates,
+        finish_reason=meta_info["finish_reason"]["type"],
+        weight_version=read_weight_version(meta_info),
+        cached_tokens=meta_info["cached_tokens"],
+        # The latency is negative if the engine's clock was set back during the request.
+        latency_s=max(meta_info["e2e_latency"], 0.0),
+        top_logprobs_source=wanted.top_logprobs_source,
+        weight_spans=weight_spans,
+    )
+    check_result(rollout, p=wanted.top_logprobs_p)
+    return rollout
+
+
+def _prompt_ids(wanted: SampleRequest, last: _Chunk) -> TokenIds:
+    """Return the prompt's token ids, after a check of their number against a sample's last chunk."""
+    prompt_ids = (
+        _text_prompt_ids(last) if isinstance(wanted.prompt, str) else np.array(wanted.prompt, np.int32)
+    )
+    if (count := last["meta_info"]["prompt_tokens"]) != len(prompt_ids):
+        raise WireError(
+            "prompt_tokens",
+            f"got {describe(count)} for a prompt of {len(prompt_ids)} tokens; the engine saw another prompt."
+            " Was it started with --allow-auto-truncate?",
+        )
+    return prompt_ids
 
 
 def _is_order(reason: Any) -> bool:
@@ -414,49 +400,38 @@ _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
 _LEAST_P = 1e-9
 
 
-class GenerateScoreExchange(StreamedExchange[Score]):
-    """One `POST /generate` that scores a sequence."""
-
-    prompts_field = "sequences"
-
-    _wanted: ScoreRequest
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the request."""
-        sets = {"top_logprobs_p": self._wanted.top_logprobs_p or _LEAST_P, "return_logprobs_in_base64": True}
-        return super().body() | {"logprob_start_len": self._wanted.start - 1} | sets
-
-    def _result(self, sample: int, chunks: list[_Chunk]) -> Score:
-        start, last = self._wanted.start, chunks[-1]
-        meta_info = last["meta_info"]
-        _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", _LOGPROBS)
-        if count := meta_info["completion_tokens"]:
-            raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
-        token_ids = self._prompt_ids(last)
-        if start > len(token_ids):
-            raise BadRequestError(
-                f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
-                status=400,
-            )
-        logprobs = _logprobs(meta_info["input_token_logprobs"], token_ids, start)
-        sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
-        if sets.sizes[0]:
-            raise WireError(_SETS, f"got a set before position {start}, the first requested position")
-        p = self._wanted.top_logprobs_p
-        if p is not None:
-            check_source(self._wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
-        score = Score(
-            sequence_index=self._wanted.prompt_index,
-            request_id=meta_info["id"],
-            token_ids=token_ids,
-            start=start,
-            logprobs=logprobs,
-            candidates=sets[1:],
-            weight_version=read_weight_version(meta_info),
-            cached_tokens=meta_info["cached_tokens"],
+def _score(wanted: ScoreRequest, chunks: list[_Chunk]) -> Score:
+    """Decode the chunk of a finished score."""
+    start, last = wanted.start, chunks[-1]
+    meta_info = last["meta_info"]
+    _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", _LOGPROBS)
+    if count := meta_info["completion_tokens"]:
+        raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
+    token_ids = _prompt_ids(wanted, last)
+    if start > len(token_ids):
+        raise BadRequestError(
+            f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
+            status=400,
         )
-        check_result(score, p=p)
-        return replace(score, candidates=None) if p is None else score
+    logprobs = _logprobs(meta_info["input_token_logprobs"], token_ids, start)
+    sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
+    if sets.sizes[0]:
+        raise WireError(_SETS, f"got a set before position {start}, the first requested position")
+    p = wanted.top_logprobs_p
+    if p is not None:
+        check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
+    score = Score(
+        sequence_index=wanted.prompt_index,
+        request_id=meta_info["id"],
+        token_ids=token_ids,
+        start=start,
+        logprobs=logprobs,
+        candidates=sets[1:],
+        weight_version=read_weight_version(meta_info),
+        cached_tokens=meta_info["cached_tokens"],
+    )
+    check_result(score, p=p)
+    return replace(score, candidates=None) if p is None else score
 
 
 def _logprobs(entries: list[TokenLogprob], token_ids: TokenIds, start: int) -> Logprobs:

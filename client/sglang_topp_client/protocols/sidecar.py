@@ -24,9 +24,8 @@ message as JSON. Any other sidecar sends every message as a line of JSON.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
@@ -37,19 +36,15 @@ from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.frame import is_frame
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
 
-__all__ = ["SERVICE", "RolloutsExchange", "ScoresExchange"]
-
 SERVICE = "sglang-topp"
 """The value of the field `"service"` in a sidecar's `GET /info`. An engine has no route `/info`."""
 
-_Result = TypeVar("_Result", Rollout, Score)
 
-
-class _SidecarExchange(ABC, Generic[_Result]):
-    """One POST to a route of the sidecar: the request body, and the results received so far.
+class SidecarExchange:
+    """One `POST /rollouts` or `/scores`: the request body, and the results received so far.
 
     Args:
-        wanted: the prompt, with the indices of the samples to generate.
+        wanted: the prompt with the indices of the samples to generate, or the sequence to score.
         request_id: the caller's name for the request. The client appends a random suffix to it.
         timeout_s: the time limit that the sidecar enforces, or None for no time limit.
         max_bytes: the maximum size of a sample after decompression, in bytes.
@@ -57,16 +52,14 @@ class _SidecarExchange(ABC, Generic[_Result]):
     Attributes:
         path: the route. The final message has a field with the route's name, such as `rollouts`, which counts
             the results that the sidecar sent.
-        result: the class of the results.
     """
-
-    path: str
-    result: type[_Result]
 
     def __init__(
         self, wanted: SampleRequest, *, request_id: str, timeout_s: float | None = None, max_bytes: int
     ) -> None:
-        self.accept = f"{MEDIA_TYPES[self.result]}, application/x-ndjson;q=0.5"
+        self._result: Any = Score if isinstance(wanted, ScoreRequest) else Rollout
+        self.path = "/scores" if isinstance(wanted, ScoreRequest) else "/rollouts"
+        self.accept = f"{MEDIA_TYPES[self._result]}, application/x-ndjson;q=0.5"
         self._max_bytes = max_bytes
         self._wanted = wanted
         self._request_id = fresh_id(request_id)
@@ -74,13 +67,26 @@ class _SidecarExchange(ABC, Generic[_Result]):
         self._finished: set[int] = set()
         self.complete = False
 
-    @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
-
-    @abstractmethod
-    def _check(self, result: _Result) -> tuple[int, _Result]:
-        """Check a result, and return its sample index and the result, as the caller counts them."""
+        wanted = self._wanted
+        body: dict[str, Any] = {
+            "top_logprobs_p": wanted.top_logprobs_p,
+            "request_id": self._request_id,
+            "timeout_s": self._timeout_s,
+            "stream": True,
+        }
+        if isinstance(wanted, ScoreRequest):
+            return body | {"sequences": [wanted.prompt], "start": [wanted.start]}
+        body["prompts"] = [wanted.prompt]
+        body["sampling_params"] = {**wanted.sampling_params, "n": len(wanted.samples)}
+        if wanted.top_logprobs_source == SAMPLER:
+            body["top_logprobs_source"] = SAMPLER
+        if wanted.is_interruptible:
+            body["on_abort"] = "return"
+        if wanted.resumed_tokens:
+            body[RESUMED] = [wanted.resumed_tokens]
+        return body
 
     @property
     def has_begun(self) -> bool:
@@ -91,7 +97,7 @@ class _SidecarExchange(ABC, Generic[_Result]):
         """Return this request's id, for the sidecar's route `/abort`."""
         return [self._request_id]
 
-    def read(self, line: bytes) -> list[tuple[int, _Result]]:
+    def read(self, line: bytes) -> list[tuple[int, Rollout | Score]]:
         """Parse one message of the sidecar's answer.
 
         Return a list with the sample index and the result that the message holds, or an empty list for an
@@ -104,62 +110,49 @@ class _SidecarExchange(ABC, Generic[_Result]):
         """
         if not line:
             return []
+        p = self._wanted.top_logprobs_p
         if is_frame(line):
-            p = self._wanted.top_logprobs_p
-            return [self._place(from_frame(self.result, line, max_bytes=self._max_bytes, p=p))]
+            return [self._place(from_frame(self._result, line, max_bytes=self._max_bytes, p=p))]
         record = decode_json(line, dict[str, Any], field="stream")
         if "error" in record:
             raise error_from_json(record["error"])
-        if record.get("done"):
-            expected, name = len(self._wanted.samples), self.path.removeprefix("/")
-            counted = record.get(name)
-            if counted != len(self._finished) or len(self._finished) != expected:
-                raise WireError(
-                    name,
-                    f"the server counts {describe(counted)}, got {len(self._finished)}, expected {expected}",
-                )
-            self.complete = True
-            return []
-        return [self._place(from_record(self.result, record, p=self._wanted.top_logprobs_p))]
+        if not record.get("done"):
+            return [self._place(from_record(self._result, record, p=p))]
+        num_expected, name = len(self._wanted.samples), self.path.removeprefix("/")
+        if record.get(name) != len(self._finished) or len(self._finished) != num_expected:
+            raise WireError(
+                name,
+                f"the server counts {describe(record.get(name))}, got {len(self._finished)}, expected"
+                f" {num_expected}",
+            )
+        self.complete = True
+        return []
 
-    def _place(self, result: _Result) -> tuple[int, _Result]:
-        if self._wanted.top_logprobs_source is not None and result.candidates is None:
+    def _place(self, result: Rollout | Score) -> tuple[int, Rollout | Score]:
+        """Check a result, and return its sample index and the result, as the caller counts them."""
+        wanted = self._wanted
+        if wanted.top_logprobs_source is not None and result.candidates is None:
             raise MissingCandidateSetsError(
                 "candidates", "the response holds none, though they were asked for"
             )
-        sample, placed = self._check(result)
-        self._finished.add(sample)
-        return sample, placed
+        if isinstance(result, Rollout):
+            sample, placed = self._place_rollout(result)
+            self._finished.add(sample)
+            return sample, placed
+        assert isinstance(wanted, ScoreRequest)
+        if result.sequence_index or self._finished:
+            raise WireError(
+                "sequence_index", f"got {result.sequence_index}, expected one score of sequence 0"
+            )
+        if result.start != wanted.start:
+            raise WireError("start", f"got {result.start}, expected {wanted.start}")
+        if isinstance(wanted.prompt, list) and result.token_ids.tolist() != wanted.prompt:
+            raise WireError("token_ids", "got other ids than those of the sequence")
+        self._finished.add(0)
+        candidates = None if wanted.top_logprobs_p is None else result.candidates
+        return 0, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)
 
-
-class RolloutsExchange(_SidecarExchange[Rollout]):
-    """One `POST /rollouts` request and its answer."""
-
-    path = "/rollouts"
-    result = Rollout
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the request."""
-        wanted = self._wanted
-        body: dict[str, Any] = {
-            "prompts": [wanted.prompt],
-            "sampling_params": {**wanted.sampling_params, "n": len(wanted.samples)},
-            "top_logprobs_p": wanted.top_logprobs_p,
-            "request_id": self._request_id,
-            "timeout_s": self._timeout_s,
-            "stream": True,
-        }
-        # A sidecar of an older version may not know `top_logprobs_source`, `on_abort`, or `resumed_tokens`.
-        # The body therefore contains each of these fields only if the prompt needs it.
-        if wanted.top_logprobs_source == SAMPLER:
-            body["top_logprobs_source"] = SAMPLER
-        if wanted.is_interruptible:
-            body["on_abort"] = "return"
-        if wanted.resumed_tokens:
-            body[RESUMED] = [wanted.resumed_tokens]
-        return body
-
-    def _check(self, result: Rollout) -> tuple[int, Rollout]:
+    def _place_rollout(self, result: Rollout) -> tuple[int, Rollout]:
         wanted = self._wanted
         if result.prompt_index:
             raise WireError("prompt_index", f"got {result.prompt_index}, expected 0, the only prompt")
@@ -177,35 +170,3 @@ class RolloutsExchange(_SidecarExchange[Rollout]):
             raise WireError("prompt_ids", "got other ids than those of the prompt")
         sample = wanted.samples[at]
         return sample, replace(result, prompt_index=wanted.prompt_index, sample_index=sample)
-
-
-class ScoresExchange(_SidecarExchange[Score]):
-    """One `POST /scores` request and its answer."""
-
-    path = "/scores"
-    result = Score
-    _wanted: ScoreRequest
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the request."""
-        return {
-            "sequences": [self._wanted.prompt],
-            "start": [self._wanted.start],
-            "top_logprobs_p": self._wanted.top_logprobs_p,
-            "request_id": self._request_id,
-            "timeout_s": self._timeout_s,
-            "stream": True,
-        }
-
-    def _check(self, result: Score) -> tuple[int, Score]:
-        wanted = self._wanted
-        if result.sequence_index or self._finished:
-            raise WireError(
-                "sequence_index", f"got {result.sequence_index}, expected one score of sequence 0"
-            )
-        if result.start != wanted.start:
-            raise WireError("start", f"got {result.start}, expected {wanted.start}")
-        if isinstance(wanted.prompt, list) and result.token_ids.tolist() != wanted.prompt:
-            raise WireError("token_ids", "got other ids than those of the sequence")
-        candidates = None if wanted.top_logprobs_p is None else result.candidates
-        return 0, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)

@@ -50,19 +50,6 @@ from sglang_topp_client.rollout import (
     write_spans,
 )
 
-__all__ = [
-    "TrainerScores",
-    "check_rollout",
-    "num_bytes_of",
-    "pyarrow",
-    "read_columns",
-    "schema",
-    "to_batch",
-    "to_rollouts",
-    "trainer_fields",
-    "trainer_scores",
-]
-
 _MAX_ENTRIES = (1 << 31) - 1
 
 

@@ -36,23 +36,6 @@ from sglang_topp_client.storage.parquet_columns import (
 )
 from sglang_topp_client.storage.parquet_columns import schema as rollout_schema
 
-__all__ = [
-    "PART_NAME",
-    "RolloutWriter",
-    "ScoredRollout",
-    "TrainerScores",
-    "add_trainer_columns",
-    "check_new",
-    "files_of",
-    "load_rollouts",
-    "load_scored_rollouts",
-    "new_parquet_file",
-    "read_batches",
-    "reading",
-    "save_rollouts",
-    "sync_directory",
-]
-
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
 """Matches the file name of a finished part written by `RolloutWriter`, and captures the part's number."""
 

@@ -17,8 +17,6 @@ try:
 except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]  # a module, or none
 
-__all__ = ["FileLimitError", "max_connections", "shortage"]
-
 # The number of descriptors to keep free for files that the process opens later, and for attempts to connect.
 # One attempt to connect may take several descriptors: resolving the host name opens files and sockets, and
 # the client may try two addresses at once.

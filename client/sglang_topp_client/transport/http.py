@@ -46,8 +46,6 @@ from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.wire.error_json import class_of_status, error_from_json
 from sglang_topp_client.wire.records import MEDIA_TYPES
 
-__all__ = ["HttpClient", "frame_head", "frames", "lines"]
-
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
 # request starts while the server closes the connection. The client therefore closes an idle connection before
 # the server does.

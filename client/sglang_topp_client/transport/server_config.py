@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from sglang_topp.errors import InvalidInputError, describe
 from sglang_topp_client.checks import whole_number
 
-__all__ = ["ROUTING_KEY", "ServerConfig", "check_key", "server_urls"]
-
 ROUTING_KEY = "X-SMG-Routing-Key"
 """The HTTP header that holds a routing key. Gateways send requests with the same key to the same worker."""
 

@@ -20,8 +20,6 @@ from sglang_topp.errors import SglangToppError, TransportError
 from sglang_topp_client.weight_push.engine_control import EngineControl, Outcomes, on_each
 from sglang_topp_client.weight_push.tensors_to_push import Bucket, NamedTensor
 
-__all__ = ["push_broadcasts"]
-
 # After one engine has failed, a push gives the other engines this many seconds to finish. Without this limit,
 # a push could hang, because the other engines may wait forever for the failed engine.
 _GRACE_S = 5.0

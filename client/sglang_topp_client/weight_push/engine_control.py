@@ -21,16 +21,6 @@ from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors
 
-__all__ = [
-    "EngineControl",
-    "NotLoadedError",
-    "Outcomes",
-    "PauseMode",
-    "Transport",
-    "begin_updates",
-    "on_each",
-]
-
 PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
 Transport: TypeAlias = Literal["disk", "tensor", "distributed"]
 

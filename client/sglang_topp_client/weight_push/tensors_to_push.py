@@ -24,20 +24,6 @@ NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 Bucket: TypeAlias = tuple[list[NamedTensor], bool]
 """`(tensors, is_last)`: consecutive tensors of a model, and whether they are the model's last tensors."""
 
-__all__ = [
-    "MAX_BUCKET_BYTES",
-    "Bucket",
-    "CheckpointTensors",
-    "NamedTensor",
-    "TensorCheck",
-    "TensorsToPush",
-    "buckets",
-    "check_weights",
-    "checkpoint_folder",
-    "named_tensors",
-    "tensors_as_saved",
-]
-
 MAX_BUCKET_BYTES = 128 * 2**20
 """The maximum size of a bucket in bytes. The maximum limits the memory that a weight push takes.
 

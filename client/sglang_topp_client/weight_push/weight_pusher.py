@@ -36,8 +36,6 @@ from sglang_topp_client.weight_push.tensors_to_push import (
     checkpoint_folder,
 )
 
-__all__ = ["WeightPusher"]
-
 _PAUSED = "The engines stay paused until a push succeeds"
 
 
@@ -148,7 +146,7 @@ class WeightPusher:
         """Pause generation on every engine until `continue_generation` or a successful push.
 
         Args:
-            mode: what becomes of requests in flight; see `pause` in `push`.
+            mode: what becomes of requests in flight; see the argument `pause` of a push.
             timeout_s: the time limit for each engine.
 
         Raises:

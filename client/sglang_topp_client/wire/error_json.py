@@ -20,8 +20,6 @@ from sglang_topp.errors import (
 )
 from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
 
-__all__ = ["class_of_status", "error_from_json", "error_to_json"]
-
 _MAX_FIELD_CHARS = 200
 
 

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from sglang_topp.errors import WireError
 
-__all__ = ["FrameReader", "encode_frame", "is_frame"]
-
 _LEVEL = -1
 _JSON_BYTES = struct.Struct("<I")
 _BLOCK = 1 << 16

@@ -45,16 +45,6 @@ from sglang_topp_client.rollout import (
 )
 from sglang_topp_client.wire.frame import FrameReader, encode_frame
 
-__all__ = [
-    "JSON_FIELDS",
-    "MEDIA_TYPES",
-    "JsonField",
-    "from_frame",
-    "from_record",
-    "to_frame",
-    "to_record",
-]
-
 MEDIA_TYPES: dict[type[Rollout | Score], str] = {
     Rollout: "application/vnd.sglang-topp.rollouts.v1",
     Score: "application/vnd.sglang-topp.scores.v1",

@@ -31,7 +31,7 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.releases import installed
+from sglang_topp_patches.releases import Feature, installed, refused
 
 _NAME = "sglang_topp_cpu"  # the platform entry point and the plugin entry point have this name
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
@@ -69,7 +69,7 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Plugin entry point (group `sglang.srt.plugins`): register the hooks that SGLang 0.5.12 needs."""
+    """Plugin entry point (group `sglang.srt.plugins`): register the hooks that SGLang needs on a CPU."""
     if not _is_selected():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -84,6 +84,10 @@ def register() -> None:
     if installed()[0] in ("0.5.12", "0.5.12.post1"):
         for method in ("_get_pruned_states", "_expand_metadata_for_logprobs"):
             HookRegistry.register(f"{_LOGITS}.{method}", _without_pinned_memory, HookType.AROUND)
+    # SGLang registers the buffer of `--enable-return-routed-experts` with CUDA, whatever the platform is.
+    if not refused(Feature.ROUTES):
+        target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+        HookRegistry.register(target, _do_nothing, HookType.REPLACE)
 
 
 def _is_selected() -> bool:
@@ -106,6 +110,10 @@ def _without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: A
         return original(*args, **kwargs)
     finally:
         torch.tensor = pinning
+
+
+def _do_nothing(*args: Any) -> None:
+    """Stand in for a function that has nothing to do on a CPU."""
 
 
 class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no types

@@ -20,6 +20,7 @@ Without the error, the answer would look like an answer to a request that asked 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -50,6 +51,7 @@ CALLED = (
     ),
 )
 
+_ROUTES = "routed_experts"
 _ARRIVED = "_sglang_topp_arrived"
 _SAMPLE = "_sglang_topp_sample"
 # The lists in `meta_info` that have one entry per token. SGLang appends to the lists until the answer ends.
@@ -287,7 +289,7 @@ async def _with_sets(
                 if sample.lacks_first:
                     assert sample.question is not None
                     sample.add_first_token(await sample.question)
-                if problem := sample.check(None):
+                if problem := sample.check(None) or _add_routes_shape(self, state.obj, meta_info):
                     self.abort_request(state.obj.rid)
                     sample.cause = f"{wanted.field}: {problem}"
                     if is_stream:
@@ -307,6 +309,26 @@ async def _with_sets(
                 if not is_stream and (status := reason.get("status_code")) is not None:
                     raise HTTPException(int(status), reason.get("message"))
             yield out
+
+
+def _add_routes_shape(self: Any, obj: Any, meta_info: dict[str, Any]) -> str:
+    """Add the shape of the routed experts to a finished answer. Return the problem if rows are missing.
+
+    The rows are those of the positions from `routed_experts_start_len` on, without the last token's.
+    """
+    reason, num_tokens = meta_info["finish_reason"], meta_info[KEY][1]
+    if not obj.return_routed_experts or reason is None:
+        return ""
+    rows = meta_info.get(_ROUTES)
+    if rows is None:
+        return f"SGLang sent no {_ROUTES}" if num_tokens or reason["type"] != "abort" else ""
+    config = self.model_config.hf_text_config
+    expected = max(meta_info["prompt_tokens"] + num_tokens - 1 - obj.routed_experts_start_len, 0)
+    shape = [expected, config.num_hidden_layers, config.num_experts_per_tok]
+    if 3 * len(rows) // 4 - rows.count("=") != 4 * math.prod(shape):
+        return f"{_ROUTES}: got {len(rows)} base64 characters, expected those of int32 {shape}"
+    meta_info[f"{_ROUTES}_shape"] = shape
+    return ""
 
 
 def _write_sets(self: Any, out: dict[str, Any], state: Any, sample: Sample) -> None:

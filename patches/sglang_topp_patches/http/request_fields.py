@@ -27,6 +27,7 @@ from sglang_topp_patches.request import (
     FIELDS,
     NOTHING,
     NUCLEUS,
+    ROUTES,
     SAMPLER,
     SOURCE,
     THRESHOLD,
@@ -197,6 +198,8 @@ def parse(
                 f"sampling_params: got {len(params)} for {n} prompts, expected one per prompt"
             )
         _check(process, requests, params, field("return_logprob"))
+        if field(ROUTES) and (problem := process.capabilities.routes):
+            raise InvalidInputError(f"{ROUTES}: routed experts are not served here with sets: {problem}")
         if any(one.is_for_slime for one in requests):
             slime_fields.check_request(field)
         if process.model is None:

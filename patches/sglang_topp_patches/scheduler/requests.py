@@ -44,6 +44,7 @@ from sglang_topp_patches.request import (
     DISTRIBUTION,
     NOTHING,
     NUCLEUS,
+    ROUTES,
     SOURCE,
     THRESHOLD,
     Carried,
@@ -143,7 +144,7 @@ class SchedulerProcess:
 
     @before("sglang.srt.managers.schedule_batch.Req.init_next_round_input")
     def choose_namespace(self, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Choose the cache namespace of a scored prompt.
+        """Choose the cache namespace of a request with a scored prompt or with routed experts.
 
         SGLang passes `tree_cache` when it tries to admit a waiting or retracted request. SGLang then looks up
         a cached prefix in the request's namespace. For the later chunks of a prompt, SGLang omits
@@ -153,7 +154,12 @@ class SchedulerProcess:
         between ranks. All ranks change namespaces at the same weight pushes, so the caches of all ranks hold
         the same prefixes.
         """
-        if tree_cache is None or not scores_prompt(req):
+        if not (scores_prompt(req) or returns_routes(req)):
+            return
+        if tree_cache is None:
+            if returns_routes(req) and weights_of(req) != self.current_weights():
+                problem = "weights were pushed while the prompt was prefilled; send the request again"
+                refuse(req, problem, HTTPStatus.SERVICE_UNAVAILABLE)
             return
         setattr(req, _WEIGHTS, self.current_weights())
         given = vars(req).setdefault(_EXTRA_KEY, req.extra_key)
@@ -248,6 +254,7 @@ def _sets_problem(process: SchedulerProcess, scheduler: Any, req: Any, wanted: S
         or _prompt_problem(req, served.prompt_sets)
         or (_nucleus_problem(params, wanted) if wanted.is_for_slime else "")
         or (served.sampler if wanted.is_from_sampler else "")
+        or (served.routes if returns_routes(req) else "")
     )
 
 
@@ -259,14 +266,14 @@ def _nucleus_problem(params: Any, wanted: SetsRequest) -> str:
 
 
 def _prompt_problem(req: Any, reason: str) -> str:
-    """Return why the sets of a request's prompt cannot be exact, and "" otherwise.
+    """Return why the sets or the routed experts of a request's prompt cannot be exact, and "" otherwise.
 
     `reason` is that of the server (`Capabilities.prompt_sets`).
     """
-    if not scores_prompt(req):
+    if not (scores_prompt(req) or returns_routes(req)):
         return ""
-    asked = f"logprob_start_len: got {req.logprob_start_len}"
-    # SGLang ignores `logprob_start_len` for requests in a streaming session.
+    asked = ROUTES if returns_routes(req) else f"logprob_start_len: got {req.logprob_start_len}"
+    # A streaming session keeps its KV over weight pushes, and SGLang ignores `logprob_start_len` there.
     if getattr(getattr(req, "session", None), "streaming", False):
         return f"{asked} in a streaming session, where SGLang scores no prompt"
     return reason and f"{asked}, and {reason}"
@@ -363,7 +370,7 @@ def refuse(req: Any, reason: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVE
 def weights_of(req: Any) -> Weights | None:
     """Return the `Weights` that the engine had when the prefill of the request's prompt began.
 
-    The result is None before the prefill. The result is also None for a request whose prompt is not scored.
+    The result is None before the prefill, and for a request that needs no cache namespace.
     """
     return getattr(req, _WEIGHTS, None)
 
@@ -371,3 +378,8 @@ def weights_of(req: Any) -> Weights | None:
 def scores_prompt(req: Any) -> bool:
     """Return whether a request asks for the sets of prompt positions."""
     return bool(sets_request(req).threshold and 0 <= req.logprob_start_len < len(req.origin_input_ids))
+
+
+def returns_routes(req: Any) -> bool:
+    """Return whether a request for sets asks for the experts that its tokens were routed to."""
+    return bool(sets_request(req).field and req.return_routed_experts)

@@ -159,5 +159,6 @@ def send_while_paused(result: None, self: Any, recv_req: Any) -> None:
         if sets_request(req).resumed_tokens is None or not len(req.output_ids):
             continue
         req.finished_reason = abort
+        self.batch_result_processor._maybe_collect_routed_experts(req)
         self.output_streamer.stream_output([req], req.return_logprob)
         req.finished_reason = req.finished_len = None

@@ -31,7 +31,7 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import Rollout, ScoredRollout, load_scored_rollouts
 from sglang_topp_client.storage.parquet_columns import pyarrow, schema
 from sglang_topp_client.storage.parquet_files import files_of
-from sglang_topp_server.view.run_summary import EDGES, MAX_LISTED, RunSummary, token_metrics
+from sglang_topp_server.view.run_summary import BADNESS, EDGES, MAX_LISTED, RunSummary, token_metrics
 from sglang_topp_server.view.token_text import TokenTexts
 
 DEFAULT_MEGABYTES = 20
@@ -76,6 +76,8 @@ def page_of_files(
     names = [os.path.basename(os.path.normpath(path)) for path in paths]
     if len(set(names)) < len(names):
         names = list(map(str, paths))
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"paths: got {' '.join(names)}, expected different runs")
     runs = [
         _Run(name, partial(load_scored_rollouts, path), _other_numbers(path))
         for name, path in zip(names, paths, strict=True)
@@ -148,12 +150,14 @@ def _page(
                 details[len(rows) + row] = packed[row]
         rows += [{**row, "run": run.name, "prompt": row["prompt"] + len(prompts)} for row in summary.rows]
         prompts += summary.prompts
+    positions = {name: [row.pop(f"{name}_at") for row in rows] for name in BADNESS}
     names = dict.fromkeys(name for row in rows for name in row)
     overview = {
         "version": version("sglang-topp"),
         "runs": shown,
         "edges": {name: edges.tolist() for name, edges in EDGES.items()},
         "table": {name: [row.get(name) for row in rows] for name in names},
+        "positions": positions,
         "prompts": [_preview(ids, tokenizer) for ids in prompts],
         "megabytes": megabytes,
         "max_listed": MAX_LISTED,

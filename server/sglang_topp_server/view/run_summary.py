@@ -37,7 +37,7 @@ above `edges[k - 1]`, up to and including `edges[k]`; the last bin holds the val
 _PREVIEW_CHARS = 120
 _PROMPT_TOKENS = 64
 _MAX_VERSIONS = 8
-_BADNESS: dict[str, Callable[[Float64Array], Float64Array]] = {
+BADNESS: dict[str, Callable[[Float64Array], Float64Array]] = {
     "largest": lambda sizes: sizes,
     "least": lambda mass: -mass,
     "worst_ratio": lambda ratio: np.abs(np.log(np.maximum(ratio, 1e-300))),
@@ -224,7 +224,7 @@ class RunSummary:
         values = {"largest": metrics["sizes"], "least": metrics["mass"], "worst_ratio": metrics["ratio"]}
         worst: dict[str, Any] = {}
         for name, each in values.items():
-            badness = _BADNESS[name](np.where(metrics["sizes"] > 0, each, np.nan))
+            badness = BADNESS[name](np.where(metrics["sizes"] > 0, each, np.nan))
             at = None if np.isnan(badness).all() else int(np.nanargmax(badness))
             worst |= {name: None if at is None else _rounded(each[at]), f"{name}_at": at}
         return worst | {
@@ -253,7 +253,7 @@ class RunSummary:
         from 1, and then the others.
         """
         ranks = []
-        for name, badness_of in _BADNESS.items():
+        for name, badness_of in BADNESS.items():
             badness = badness_of(np.array([row[name] for row in self.rows], np.float64))
             order = np.argsort(-badness, kind="stable")  # NaN comes last
             ranks.append(order[: np.count_nonzero(~np.isnan(badness))].tolist())

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client.protocols.sglang import GenerateExchange
+from sglang_topp_client.protocols.sglang import SglangExchange
 from sglang_topp_client.requests import plan
 
 
 def exchange(n=1, p=0.9, prompt=(5, 6)):
     prompts = prompt if isinstance(prompt, str) else [list(prompt)]
-    return GenerateExchange(*plan(prompts, {"n": n, "top_p": 0.8}, p), request_id="mine")
+    return SglangExchange(*plan(prompts, {"n": n, "top_p": 0.8}, p), request_id="mine")
 
 
 def event(chunk):
@@ -45,7 +45,7 @@ def test_text_asks_for_the_prompts_ids_and_no_threshold_for_no_sets():
 
 
 def test_a_request_for_the_sampler_source(fakes):
-    one = GenerateExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    one = SglangExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
     body = one.body()
     assert body["top_logprobs_source"] == "sampler"
     assert body["return_logprobs_in_base64"] is True
@@ -55,7 +55,7 @@ def test_a_request_for_the_sampler_source(fakes):
     with pytest.raises(errors.WireError, match="got 'distribution', expected 'sampler', as requested"):
         one.read(event(chunk))
     chunk["meta_info"]["top_logprobs_source"] = "sampler"
-    one = GenerateExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
+    one = SglangExchange(*plan([[5, 6]], None, None, "sampler"), request_id="mine")
     ((_, rollout),) = one.read(event(chunk))
     assert rollout.top_logprobs_source == "sampler"
     assert rollout.candidates is not None

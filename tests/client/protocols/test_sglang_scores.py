@@ -13,7 +13,7 @@ from sglang_topp.errors import (
     SampledTokenMissingError,
     WireError,
 )
-from sglang_topp_client.protocols.sglang import GenerateScoreExchange
+from sglang_topp_client.protocols.sglang import SglangExchange
 from sglang_topp_client.requests import plan_scores
 
 IDS = [5, 6, 7, 8, 9]
@@ -22,7 +22,7 @@ VAL, IDX, LENGTHS = (f"input_top_p_logprobs_{part}" for part in ("val_base64", "
 
 def exchange(sequence=IDS, p=0.5, start=2):
     sequences = sequence if isinstance(sequence, str) else [sequence]
-    return GenerateScoreExchange(*plan_scores(sequences, p, start), request_id="mine")
+    return SglangExchange(*plan_scores(sequences, p, start), request_id="mine")
 
 
 def read(chunk, **options):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client.protocols.sidecar import RolloutsExchange, ScoresExchange
+from sglang_topp_client.protocols.sidecar import SidecarExchange
 from sglang_topp_client.requests import SampleRequest, plan, plan_scores
 from sglang_topp_client.wire.error_json import error_to_json
 from sglang_topp_client.wire.records import to_frame, to_record
@@ -16,12 +16,12 @@ OPTIONS = {"request_id": "mine", "timeout_s": 9.0, "max_bytes": 1 << 20}
 
 def rollouts(*arguments, wanted=None):
     (wanted,) = [wanted] if wanted else plan(*(arguments or ([[5]], {"n": 2}, 0.9)))
-    return RolloutsExchange(wanted, **OPTIONS)
+    return SidecarExchange(wanted, **OPTIONS)
 
 
 def scores(*arguments, wanted=None):
     (wanted,) = [wanted] if wanted else plan_scores(*(arguments or ([[7, 8, 9]], 0.5, 2)))
-    return ScoresExchange(wanted, **OPTIONS)
+    return SidecarExchange(wanted, **OPTIONS)
 
 
 def line(record):

@@ -183,17 +183,20 @@ def make_config(ranks: Ranks, dtype: torch.dtype, **options: Any) -> Transformer
     )
 
 
-def make_model(ranks: Ranks, dtype: torch.dtype, tied: bool, **options: Any) -> GPTModel:
-    torch.manual_seed(0)
-    config = make_config(ranks, dtype, **options)
+def make_layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = Attention
-    layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=Norm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+def make_model(ranks: Ranks, dtype: torch.dtype, tied: bool, **options: Any) -> GPTModel:
+    torch.manual_seed(0)
+    config = make_config(ranks, dtype, **options)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return GPTModel(
         config,
-        layers,
+        make_layers(config),
         PADDED_VOCAB,
         128,
         pre_process=rank == 0,

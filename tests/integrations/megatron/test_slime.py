@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from argparse import Namespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,15 @@ import torch
 from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
-from tests.integrations.megatron.cpu_ranks import PADDED_VOCAB, VOCAB, Ranks, make_model, run
+from tests.integrations.megatron.cpu_ranks import (
+    PADDED_VOCAB,
+    VOCAB,
+    Ranks,
+    make_config,
+    make_layers,
+    make_model,
+    run,
+)
 from tests.integrations.megatron.packed_rollouts import LENGTHS, random_sets
 
 pytest.importorskip("slime", reason="slime is not on PyPI; put its source on PYTHONPATH")
@@ -170,11 +180,13 @@ def _compare_models(ranks: Ranks, tied: bool) -> tuple[float, float]:
     )
     data.accelerator.device = lambda: torch.device("cpu")
     adapter.install(args)
+    provided = _provided_by_slime(ranks, tied)
     model = make_model(ranks, torch.float32, tied)
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
     for is_hidden in (False, True):
         if is_hidden:
-            adapter.return_hidden_states(model)
+            provided.load_state_dict(model.state_dict())
+            model = provided
         inputs = data.get_batch(iterator, ["tokens", "loss_masks", "total_lengths", "response_lengths"], 8)
         output = model(inputs["tokens"], None, None, packed_seq_params=inputs["packed_seq_params"])
         function = loss.get_log_probs_and_entropy if is_hidden else original
@@ -187,3 +199,42 @@ def _compare_models(ranks: Ranks, tied: bool) -> tuple[float, float]:
         adapter.return_hidden_states(model)
     differences = [float((gradients[name] - expected[name]).abs().max()) for name in expected]
     return float((values - others).abs().max()), max(differences)
+
+
+def _provided_by_slime(ranks: Ranks, tied: bool) -> Any:
+    """Build the model by slime's own model provider.
+
+    Two functions of Megatron-LM's training script, which no package has, return its arguments and config.
+    """
+    args = Namespace(
+        transformer_impl="local",
+        spec=("tests.integrations.megatron.test_slime", "slime_layers"),
+        num_experts=None,
+        fp8_param_gather=False,
+        padded_vocab_size=PADDED_VOCAB,
+        max_position_embeddings=128,
+        fp16_lm_cross_entropy=False,
+        untie_embeddings_and_output_weights=not tied,
+        position_embedding_type="none",
+        rotary_percent=1.0,
+        rotary_base=10000,
+        use_rope_scaling=False,
+        mtp_num_layers=None,
+        custom_model_provider_path="sglang_topp_integrations.megatron.slime.model_provider",
+    )
+    for name, function, answer in (
+        ("megatron.training", "get_args", args),
+        (
+            "megatron.training.arguments",
+            "core_transformer_config_from_args",
+            make_config(ranks, torch.float32),
+        ),
+    ):
+        sys.modules[name] = ModuleType(name)
+        setattr(sys.modules[name], function, lambda *_, answer=answer: answer)
+    provider = importlib.import_module("slime.backends.megatron_utils.model_provider")
+    return provider.get_model_provider_func(args)()
+
+
+def slime_layers(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    return make_layers(config)

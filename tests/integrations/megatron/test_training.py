@@ -75,6 +75,9 @@ def _three_steps(ranks: Ranks, tied: bool, distributed_optimizer: bool) -> tuple
             model.zero_grad_buffer()
             optimizer.zero_grad()
             found = run_schedule(ranks, model, batch, forward)
+            if module.post_process:
+                weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+                assert weight.grad_added_to_main_grad is fused
             optimizer.step()
         results.append((found, {name: weight.detach() for name, weight in module.named_parameters()}))
     (values, weights), (expected_values, expected_weights) = results

@@ -187,7 +187,7 @@ async def _openai(body: Any, *, taken: bool) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", ""))
+    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", "", ""))
 
 
 @pytest.mark.usefixtures("holds")

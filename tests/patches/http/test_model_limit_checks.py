@@ -45,7 +45,7 @@ def test_disaggregated_servers_hand_over_fewer_top_logprobs(role: str) -> None:
 
 
 def test_where_nothing_is_known_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", ""))
+    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", "", ""))
     with pytest.raises(InvalidInputError, match="not known"):
         parse(http_process(), {"text": "a", "top_logprobs_p": 0.9, "return_logprob": True}.get)
 

@@ -18,7 +18,7 @@ PROCESS = http_process()
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", ""))
+    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities((), "", "", "", ""))
 
 
 @pytest.mark.usefixtures("holds")
@@ -67,7 +67,7 @@ def test_what_it_takes() -> None:
 
 
 def test_where_the_plugin_does_not_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities(("gone",), "", "a seam is gone", ""))
+    monkeypatch.setattr(HttpProcess, "capabilities", Capabilities(("gone",), "", "a seam is gone", "", ""))
     with pytest.raises(InvalidInputError, match="answers are not resumed here: a seam is gone"):
         parse(PROCESS, {"text": "a", RESUMED: 0}.get)
     assert parse(PROCESS, {"text": "a"}.get) == ()

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_topp_patches.request import SetsRequest, attach
 from sglang_topp_patches.scheduler import requests
-from sglang_topp_patches.scheduler.requests import SchedulerProcess, weights_of
+from sglang_topp_patches.scheduler.requests import SchedulerProcess, is_refused, weights_of
 
 TREE_CACHE = object()
 
@@ -17,8 +17,15 @@ TREE_CACHE = object()
 class Req:
     """The part of SGLang's `Req` that the hooks use."""
 
-    def __init__(self, *, p: float = 0.9, start: int = 0, extra_key: str | None = None) -> None:
+    def __init__(
+        self, *, p: float = 0.9, start: int = 0, extra_key: str | None = None, routes: bool = False
+    ) -> None:
         attach(self, SetsRequest(threshold=p))
+        self.return_routed_experts, self.customized_info, self.sampling_params = (
+            routes,
+            None,
+            SimpleNamespace(),
+        )
         self.logprob_start_len, self.origin_input_ids, self.extra_key = start, [1, 2, 3], extra_key
 
 
@@ -92,7 +99,18 @@ def test_a_flush_that_is_refused_changes_nothing(cache: SchedulerProcess) -> Non
     assert admitted(cache).extra_key == kept
 
 
-@pytest.mark.parametrize("fields", [{"p": 0}, {"start": -1}, {"start": 3}])
+def test_routed_experts_need_one_and_a_prefill_with_one_version(cache: SchedulerProcess) -> None:
+    cache.note_push(None)
+    req = admitted(cache, start=-1, routes=True)
+    assert req.extra_key == admitted(cache).extra_key is not None
+    cache.choose_namespace(req)
+    assert not is_refused(req)
+    cache.note_push(None)
+    cache.choose_namespace(req)
+    assert is_refused(req)
+
+
+@pytest.mark.parametrize("fields", [{"p": 0}, {"p": 0, "routes": True}, {"start": -1}, {"start": 3}])
 def test_other_requests_are_left_alone(cache: SchedulerProcess, fields: dict[str, Any]) -> None:
     cache.note_push(None)
     req = admitted(cache, **fields)

@@ -112,7 +112,7 @@ def test_columns_of_a_trainer_are_in_the_table(tmp_path, scored_file):
     table = pq.read_table(scored_file)
     columns = {
         "kl": [None, float("nan"), *(1e-9 * i for i in range(22))],
-        "step": range(24),
+        "kl_at": range(24),
         "tokens": [0] * 24,
     }
     for name, values in columns.items():
@@ -121,7 +121,7 @@ def test_columns_of_a_trainer_are_in_the_table(tmp_path, scored_file):
     pq.write_table(table, tmp_path / "more.parquet", row_group_size=7)
     shown, before = (data_of(page_of(path))["table"] for path in (tmp_path / "more.parquet", scored_file))
     assert shown["kl"] == [None, None, *(pytest.approx(1e-9 * i) for i in range(22))]
-    assert shown["step"] == list(range(24))
+    assert shown["kl_at"] == list(range(24))
     assert {name: shown[name] for name in before} == before | {"run": ["more.parquet"] * 24}
     assert "note" not in shown
 
@@ -250,6 +250,11 @@ def test_no_rollouts_are_an_error(tmp_path):
     (tmp_path / "text.parquet").write_text("text")
     with pytest.raises(WireError, match=r"text\.parquet"):
         page_of(tmp_path / "text.parquet")
+
+
+def test_the_same_run_twice_is_refused(scored_file):
+    with pytest.raises(InvalidInputError, match="expected different runs"):
+        page_of(scored_file, scored_file)
 
 
 def test_progress_is_told(scored_file):

@@ -1,6 +1,7 @@
 """The overview in a real browser, compared with the Parquet file. Console errors fail these tests."""
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -31,12 +32,12 @@ def test_the_verdict(open_page, page_file, columns):
     assert tile(page, "tokens") == f"{sum(map(len, columns['output_ids'])):,}"
     assert tile(page, "missing sets") == "0"
     aborts = columns["finish_reason"].count("abort")
-    assert f"abort {100 * aborts / 24:.1f} %" in page.locator(".tile").first.inner_text()
+    assert f"abort: {100 * aborts / 24:.1f}\N{NO-BREAK SPACE}%" in page.locator(".tile").first.inner_text()
     logprobs = [one for one in columns["candidate_logprobs"] if one is not None]
     masses = [np.exp(position).sum() for one in logprobs for position in one if position]
     assert float(tile(page, "mean kept mass")) == pytest.approx(np.mean(masses), abs=1e-4)
     verdict = page.evaluate("JSON.parse(document.getElementById('overview').textContent).runs[0].verdict")
-    assert page.locator(".sentence").inner_text() == (
+    assert page.locator(".sentence").inner_text().replace("\N{NO-BREAK SPACE}", " ") == (
         f"Without replay, ratios start at {verdict['start']:.3f} on average (should be 1):"
         f" {100 * verdict['off_1']:.1f} % are off by more than 1 %, and {100 * verdict['off_10']:.1f} %"
         f" by more than 10 %. With replay, they start at {verdict['replayed']:.3f}. Replay the sets."
@@ -158,3 +159,20 @@ def test_colors_of_the_kept_mass_begin_at_p(open_page, page_file):
     page.get_by_role("radio", name="kept mass").check()
     names = page.locator("header .scale li").all_inner_texts()
     assert names[:2] == ["≤ 0.9", "0.9–0.9167"]
+
+
+def test_columns_of_a_trainer_are_axes_and_sort_keys(open_page, write_page, scored_file, tmp_path):
+    kl = np.random.default_rng(0).random(24) * 1e-6
+    table = pq.read_table(scored_file).append_column("kl", pa.array(kl)).append_column("kl_at", pa.array(kl))
+    pq.write_table(table, tmp_path / "more.parquet")
+    page = open_page(write_page(tmp_path / "more.parquet"))
+    for axis in ("x", "y", "color"):
+        page.locator(f"select[name={axis}]").select_option("kl")
+    assert page.locator("[data-chart=scatter] h3").inner_text() == "kl by kl"
+    assert page.locator("[data-chart=scatter] [data-row]").count() == 24
+    page.get_by_role("button", name="kl", exact=True).click()
+    assert rows_of(page) == np.argsort(-kl).tolist()
+    heads = [head.get_attribute("data-column") for head in page.locator("#table th").all()]
+    assert (
+        page.locator("#table tbody tr").first.locator("td").nth(heads.index("kl")).locator("a").count() == 0
+    )

@@ -30,7 +30,7 @@ const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 function percent(share) {
   if (isMissing(share)) return "–";
   const value = 100 * share;
-  return `${value !== 0 && value < 0.1 ? value.toPrecision(1) : value.toFixed(1)} %`;
+  return `${value !== 0 && value < 0.1 ? value.toPrecision(1) : value.toFixed(1)}\u00a0%`;
 }
 
 // -- metrics -------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ function bar(kind, name, share, most, value, attributes = {}) {
 // -- the verdict -----------------------------------------------------------------------------------------
 
 function names(pairs, total, most = 4) {
-  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"} ${percent(number / total)}`);
+  const shown = pairs.slice(0, most).map(([name, number]) => `${name || "(empty)"}: ${percent(number / total)}`);
   return shown.join(" · ") + (pairs.length > most ? ` · ${pairs.length - most} more` : "");
 }
 
@@ -97,7 +97,7 @@ function sentence({ missing, start, off_1: off1, off_10: off10, ratios_known: kn
   }
   if (start === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
   const given = known ? "" : " for a trainer with the same weights";
-  const shares = `${percent(off1)} are off by more than 1 %, and ${percent(off10)} by more than 10 %`;
+  const shares = `${percent(off1)} are off by more than 1\u00a0%, and ${percent(off10)} by more than 10\u00a0%`;
   const after = isMissing(replayed) ? "" : ` With replay, they start at ${fixed(replayed, 3)}.`;
   const needsReplay = off1 >= 0.01;
   const text = `Without replay, ratios start at ${fixed(start, 3)} on average${given} (should be 1): ${shares}.`;
@@ -183,7 +183,7 @@ function drawDistribution(metric) {
 }
 
 const isNumeric = (name) => data.table[name].every((value) => value === null || typeof value === "number") && data.table[name].some((value) => value !== null);
-const boundsOf = (values) => { const known = values.filter((value) => value !== null); return [Math.min(...known), Math.max(...known)]; };
+const boundsOf = (values) => values.reduce(([low, high], value) => (value === null ? [low, high] : [Math.min(low, value), Math.max(high, value)]), [Infinity, -Infinity]);
 
 /** Draw the histogram of one column of the table. */
 function columnHistogram(name) {
@@ -233,7 +233,7 @@ function scatter(x, y, color) {
 }
 
 function drawColumns() {
-  const numeric = Object.keys(data.table).filter((name) => isNumeric(name) && !name.endsWith("_at") && name !== "prompt" && name !== "sample");
+  const numeric = Object.keys(data.table).filter((name) => isNumeric(name) && name !== "prompt" && name !== "sample");
   const chosen = { x: "tokens", y: numeric.includes("reward") ? "reward" : numeric.includes("mass") ? "mass" : "tokens", color: data.runs.length > 1 ? "run" : "finish" };
   const figures = [el("figure", { "data-chart": "histogram" }), el("figure", { "data-chart": "scatter" })];
   const choice = (axis, options) => el("label", {}, `${axis} `, el("select", { name: axis, onchange: (event) => { chosen[axis] = event.target.value; draw(); } },
@@ -279,7 +279,7 @@ const linkTo = (row, position = null) => `#/rollout/${row}${position === null ? 
 function drawTable() {
   const table = { ...data.table, asked: data.table.prompt.map((prompt) => data.prompts[prompt]) };
   const known = new Set(COLUMNS.map(({ name }) => name));
-  const others = Object.keys(table).filter((name) => !known.has(name) && !name.endsWith("_at"));
+  const others = Object.keys(table).filter((name) => !known.has(name));
   const columns = [...COLUMNS.slice(0, -1), ...others.map((name) => ({ name, show: short, falls: true, minor: true })), COLUMNS.at(-1)]
     .filter(({ name }) => (name === "run" ? data.runs.length > 1 : table[name].some((value) => value !== null)));
   const classOf = ({ show, minor, wide }) => [show && "number", minor && "minor", wide && "wide"].filter(Boolean).join(" ");
@@ -338,7 +338,7 @@ function drawTable() {
       const value = table[column.name][row];
       const text = column.show ? column.show(value) : textNodes(value);
       // The numbers of a worst token link to this token.
-      const at = table[`${column.name}_at`]?.[row];
+      const at = data.positions[column.name]?.[row];
       const isLink = isDetailed(row) && (column.name === "prompt" || !isMissing(at));
       const attributes = { class: classOf(column), title: column.wide ? value : null };
       return el("td", attributes, isLink ? el("a", { href: linkTo(row, at ?? null) }, text) : text);
