@@ -1,6 +1,6 @@
 """Train with GRPO on the real engine: with replay, without, and with truncated importance sampling alone.
 
-The task is to close brackets. Ten letters open a bracket, and their capitals close it: "c a A b d D B C". A
+The task is to close brackets. Ten letters open them, and capitals close them, as in "c a A b d D B C". A
 small transformer learns from right texts, until some of the texts that it writes are right. GRPO then rewards
 each text that closes every bracket and has the right length. The real SGLang samples at top-p, and the
 candidate sets and the scores come from `sglang_topp`. Every batch of rollouts gets several optimizer steps of
