@@ -43,7 +43,7 @@ def run() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for title, prepare, t in (("logits", on_logits, T), ("hidden states", on_hidden, T // 4)):
+        for title, prepare, t in (("logits", on_logits, T), ("hidden states", on_hidden, T // 8)):
             shape, size = (t, H, V), f"T = {t}, H = {H}, V = {V}"
             compare(
                 f"scoring step on {title}, forward + backward; {size}, float32",
@@ -99,11 +99,11 @@ def on_hidden(t: int, h: int, v: int, name: str) -> Work:
 def _logprobs(logits: Tensor, sets: CandidateSets, name: str) -> Tensor:
     targets = torch.tensor(sets.sampled_ids, dtype=torch.int64)
     if name == SETS:
-        return score_logits(logits[0], targets, sets).logprobs
+        return score_logits(logits.squeeze(0), targets, sets).logprobs
     if name == WHOLE:
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        loss: Tensor = vocab_parallel_cross_entropy(logits[0], targets)
+        loss: Tensor = vocab_parallel_cross_entropy(logits.squeeze(0), targets)
         return -loss
     slime: Any = importlib.import_module("slime.backends.megatron_utils.loss")
     _, found = slime.get_log_probs_and_entropy(

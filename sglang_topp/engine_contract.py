@@ -38,7 +38,6 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError, describe
 
 _MAX_INT32 = 2**31 - 1
@@ -116,7 +115,8 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     except ValueError:  # `ids` holds lists of different lengths
         array = np.array(None)
     if array.ndim == 1 and array.dtype.kind in "iu":
-        at = first_true((array < 0) | (array >= vocab_size))
+        wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+        at = int(wrong[0]) if len(wrong) else None
     else:  # `ids` holds integers beyond 64 bits, or values of other types
         at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
     if at is not None:
@@ -148,17 +148,12 @@ def overlong_param(name: str, params: Mapping[str, Any]) -> str | None:
     token. SGLang compiles a grammar in a scheduler thread that cannot be stopped. The compilation of a long
     grammar may take minutes.
     """
-    for key, kind in (("stop", "stop string"), ("stop_regex", "pattern")):
-        for at, stop in enumerate(_texts(params.get(key))):
-            if len(stop) > _MAX_STOP_CHARS:
-                return (
-                    f"{name}.{key}: got a {kind} of {len(stop)} characters at position {at},"
-                    f" expected at most {_MAX_STOP_CHARS}"
-                )
-    for key in GRAMMARS:
-        grammar = params.get(key)
-        if isinstance(grammar, str) and len(grammar) > _MAX_GRAMMAR_CHARS:
-            return f"{name}.{key}: got {len(grammar)} characters, expected at most {_MAX_GRAMMAR_CHARS}"
+    limits = dict.fromkeys(GRAMMARS, _MAX_GRAMMAR_CHARS)
+    for key, most in {"stop": _MAX_STOP_CHARS, "stop_regex": _MAX_STOP_CHARS, **limits}.items():
+        for at, text in enumerate(_texts(params.get(key))):
+            if len(text) > most:
+                where = "" if key in GRAMMARS else f" at position {at}"
+                return f"{name}.{key}: got {len(text)} characters{where}, expected at most {most}"
     return None
 
 

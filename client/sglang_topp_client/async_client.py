@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from ssl import SSLContext
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, Unpack, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError
@@ -371,9 +370,7 @@ class AsyncRolloutClient:
         # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
         # code below gives each result the two indices of the caller's rollout.
         resumed = await self._runs.gather(
-            mark_interruptible(
-                requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise")
-            ),
+            _marked(requests, options),
             self._options("resume", options),
             dict(enumerate(existing)),
         )
@@ -531,9 +528,7 @@ class AsyncRolloutClient:
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _stream(
@@ -580,7 +575,9 @@ class AsyncRolloutClient:
 def _plan(
     prompts: Prompts, sampling_params: SamplingParams, options: Mapping[str, Any]
 ) -> list[SampleRequest]:
-    requests = plan(
-        prompts, sampling_params, options.get("top_logprobs_p"), options.get("top_logprobs_source")
-    )
+    given = options.get("top_logprobs_p"), options.get("top_logprobs_source")
+    return _marked(plan(prompts, sampling_params, *given), options)
+
+
+def _marked(requests: Sequence[SampleRequest], options: Mapping[str, Any]) -> list[SampleRequest]:
     return mark_interruptible(requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise"))

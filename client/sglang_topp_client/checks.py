@@ -6,8 +6,8 @@ the field, its value, and what is expected.
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
 import re
 import uuid
 from numbers import Integral, Real
@@ -101,18 +101,15 @@ def whole_number(name: str, value: Any, lowest: int) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return `value` as a float. `value` must be a finite number above 0, and not a boolean.
+    """Return `value` as a float. `value` must be a number above 0 and at most 1e12, and not a boolean.
 
     Raises:
-        InvalidInputError: `value` is not a number, is a boolean, is not finite, or is not above 0.
+        InvalidInputError: `value` is something else.
     """
-    try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not 0 < number < math.inf:
-        raise InvalidInputError(f"{name}: got {describe(value)}, expected seconds above 0, or None")
-    return number
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1e12:
+        raise InvalidInputError(f"{name}: got {describe(value)}, expected 0 < seconds <= 1e12, or None")
+    return float(value)
 
 
 def check_request_id(request_id: Any) -> None:
@@ -246,3 +243,19 @@ def check_ids(field: str, ids: NDArray[np.int32]) -> None:
     """Raise WireError if one of the token ids is negative."""
     if len(ids) and ids.min() < 0:
         raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
+
+
+def import_optional(name: str, *, extra: str, use: str) -> Any:
+    """Import and return a module of an optional dependency.
+
+    Raises:
+        ModuleNotFoundError: the dependency is not installed; the error names the extra to install.
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        message = f"{package} is not installed; {use}: pip install 'sglang-topp[{extra}]'"
+        raise ModuleNotFoundError(message, name=package) from None

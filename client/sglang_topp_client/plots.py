@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
+from sglang_topp_client.checks import import_optional
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,16 +168,8 @@ def ratios(
 def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
-    try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise ModuleNotFoundError(
-            "matplotlib is not installed; plots are drawn with it: pip install 'sglang-topp[plot]'",
-            name="matplotlib",
-        ) from None
-    return plt.gca()
+    axes: Axes = import_optional("matplotlib.pyplot", extra="plot", use="plots are drawn with it").gca()
+    return axes
 
 
 def _sets_of(rollouts: Iterable[HasCandidates]) -> list[CandidateSets]:

@@ -378,25 +378,21 @@ def _messages(name: str, messages: Any) -> Messages:
             )
         if (problem := _find_media(message) or find_json_problem(dict(message))) is not None:
             raise InvalidInputError(f"{at}: {problem}")
-        if not isinstance(message.get("role"), str):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise InvalidInputError(f"{at}.role: got {describe(role)}, expected text, such as 'user'")
+        # An assistant's message with tool calls may have the content None.
+        if not isinstance(content, str | list | tuple | None):
             raise InvalidInputError(
-                f"{at}.role: got {describe(message.get('role'))}, expected text, such as 'user'"
+                f"{at}.content: got {type(content).__name__}, expected text or parts of text"
             )
-        _check_content(f"{at}.content", message.get("content"))
+        for j, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text":
+                raise InvalidInputError(
+                    f"{at}.content[{j}]: got a part of type {describe(kind)}, expected 'text'; {_NO_MEDIA}"
+                )
     return tuple(dict(message) for message in messages)
-
-
-def _check_content(name: str, content: Any) -> None:
-    if content is None or isinstance(content, str):
-        return  # an assistant's message with tool calls may have the content None
-    if not isinstance(content, list | tuple):
-        raise InvalidInputError(f"{name}: got {type(content).__name__}, expected text or parts of text")
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise InvalidInputError(
-                f"{name}[{i}]: got a part of type {describe(kind)}, expected 'text'; {_NO_MEDIA}"
-            )
 
 
 # -- resume ----------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ class RetryBudget:
         self._waits_out_refusals |= is_repeated
         if not is_repeated and not is_retryable(error):
             return None
-        if not is_repeated and not (self._waits_out_refusals and not has_begun and _is_refusal(error)):
+        # The server accepts no request at the moment.
+        is_refusal = isinstance(error, OverloadedError) or getattr(error, "status", None) == 503
+        if not is_repeated and not (self._waits_out_refusals and not has_begun and is_refusal):
             if not self._num_left:
                 return None
             self._num_left -= 1
@@ -114,8 +116,3 @@ def delay_s(retry: int, error: SglangToppError) -> float:
     # overflow after hours of retries.
     doublings = min(retry - 1, 16)
     return min(_FIRST_DELAY_S * 2.0**doublings, _MAX_DELAY_S) * random.uniform(0.5, 1.0)
-
-
-def _is_refusal(error: SglangToppError) -> bool:
-    """Return whether the server answered that it accepts no request at the moment (429 or 503)."""
-    return isinstance(error, OverloadedError) or (isinstance(error, ServerError) and error.status == 503)

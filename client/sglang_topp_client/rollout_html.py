@@ -61,7 +61,8 @@ def _token(rollout: Rollout, t: int) -> str:
     if sets is None or not sets.sizes[t]:
         return f'<span title="position {t}: no set" style="opacity:.55">{token_id}</span> '
     token_ids, logprobs = sets[t]
-    title = f"position {t}: {_count(int(sets.sizes[t]))}"
+    size = int(sets.sizes[t])
+    title = f"position {t}: {size:,} candidate{'s' if size > 1 else ''}"
     color = 0.0
     shares = [""] * len(token_ids[:_MAX_CANDIDATES])
     if logprobs is not None:
@@ -71,11 +72,7 @@ def _token(rollout: Rollout, t: int) -> str:
         shares = [f" {share:.4f}" for share in np.exp(logprobs[:_MAX_CANDIDATES].astype(np.float64))]
     for candidate, share in zip(token_ids.tolist(), shares, strict=False):
         title += f"\n{candidate}{share}{' ← sampled' if candidate == token_id else ''}"
-    if (more := int(sets.sizes[t]) - _MAX_CANDIDATES) > 0:
+    if (more := size - _MAX_CANDIDATES) > 0:
         title += f"\n… {more:,} more"
     style = f"background:rgba(229,127,22,{color:.2f});border-radius:3px"
     return f'<span title="{escape(title)}" style="{style}">{token_id}</span> '
-
-
-def _count(size: int) -> str:
-    return f"{size:,} candidate{'s' if size > 1 else ''}"

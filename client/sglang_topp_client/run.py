@@ -41,7 +41,7 @@ from sglang_topp_client.requests import (
 from sglang_topp_client.retry_policy import RetryBudget, is_retryable
 from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
 from sglang_topp_client.servers import Kind, Server, Servers
-from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.http import FileLimitError
 from sglang_topp_client.transport.server_config import ROUTING_KEY, ServerConfig
 
 Place: TypeAlias = tuple[int, int]
@@ -233,12 +233,13 @@ class Run:
     Attributes:
         name: the caller's name for the call. Several calls may have the same name.
         missing: the places whose results have not been delivered.
+        returns_parts: whether the caller takes partial samples when the call is aborted.
     """
 
     def __init__(
         self, servers: Servers, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing
     ) -> None:
-        self.name = options.request_id
+        self.name, self.returns_parts = options.request_id, options.on_abort == "return"
         self.missing = {(one.prompt_index, sample): None for one in requests for sample in one.samples}
         self._servers = servers
         self._requests, self._options, self._existing = requests, options, existing or {}
@@ -250,7 +251,7 @@ class Run:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._jobs: set[_Job] = set()
-        self._received_at = 0.0
+        self._stopped_at = 0.0
         self._aborting: asyncio.Task[None] | None = None
         self._too_late: RequestTimeoutError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -315,15 +316,10 @@ class Run:
         else:
             self.cancel()
 
-    @property
-    def returns_parts(self) -> bool:
-        """Whether the caller takes partial samples when the call is aborted."""
-        return self._options.on_abort == "return"
-
     def _stop(self) -> None:
         """Abort all samples, but keep the connections, so that what was generated still arrives."""
         if self._aborting is None and self._task is not None and not self._task.done():
-            self._received_at = self._clock()
+            self._stopped_at = self._clock()
             self._aborting = asyncio.create_task(self._abort_jobs())
             # The caller may have stopped taking results, and the prompts must end all the same.
             self._max_waiting = 1 << 60
@@ -484,7 +480,7 @@ class Run:
         job.server, job.exchange = server, exchange
         is_open = is_refused = False
         try:
-            async with server.post(exchange.path, exchange.body(), headers, self._hear) as messages:
+            async with server.post(exchange.path, exchange.body(), headers) as messages:
                 is_open = True
                 async for message in messages:
                     if len(message) < _OFF_LOOP_BYTES:
@@ -544,7 +540,8 @@ class Run:
             while True:
                 for job in list(self._jobs):
                     server, now = job.server, self._clock()
-                    if server is None or now >= self._received_at + _GRACE_S[await server.kind()]:
+                    silent_s = 0.0 if server is None else now - max(self._stopped_at, server.heard_at)
+                    if server is None or silent_s >= _GRACE_S[await server.kind()]:
                         if not job.expiry.expired():
                             job.expiry.reschedule(now)
                     elif job.exchange is not None:
@@ -555,9 +552,6 @@ class Run:
         finally:
             for task in sent.values():
                 task.cancel()
-
-    def _hear(self) -> None:
-        self._received_at = self._clock()
 
 
 async def _abort(server: Server, name: str) -> None:

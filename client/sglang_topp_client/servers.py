@@ -20,14 +20,12 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.checks import convert, parse_token_ids
+from sglang_topp_client.checks import decode_json, parse_token_ids
 from sglang_topp_client.protocols.lost_fields import check_request_fields
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable, retrying
-from sglang_topp_client.transport import fd_limit
-from sglang_topp_client.transport.fd_limit import FileLimitError
-from sglang_topp_client.transport.http import HttpClient
+from sglang_topp_client.transport.http import FileLimitError, HttpClient, max_connections
 from sglang_topp_client.transport.server_config import ServerConfig
 
 Kind: TypeAlias = Literal["sidecar", "sglang"]
@@ -119,10 +117,8 @@ class Server:
             SglangToppError: the server sends no answer, an error, or an answer that is not a JSON object.
         """
         path = _INFO_PATHS[await self.kind()]
-        info = await self._http.request_json("GET", path, timeout_s=_INFO_TIMEOUT_S)
-        if not isinstance(info, dict):
-            raise WireError(path, f"got {type(info).__name__}, expected an object")
-        return info
+        raw = await self._http.request("GET", path, timeout_s=_INFO_TIMEOUT_S)
+        return decode_json(raw, dict[str, Any], field=path)
 
     async def check_fields(self) -> None:
         """Check that request fields reach the engine, and that answer fields reach the client.
@@ -179,7 +175,7 @@ class Server:
             SglangToppError: the server did not answer with token ids.
         """
         try:
-            answer = await self._http.request_json(
+            raw = await self._http.request(
                 "POST", "/tokenize", {"messages": messages}, timeout_s=_INFO_TIMEOUT_S
             )
         except BadRequestError as error:
@@ -189,15 +185,20 @@ class Server:
                 status=error.status,
                 body=error.body,
             ) from error
-        tokens = convert(answer, _Tokens, field="/tokenize")["tokens"]
+        tokens = decode_json(raw, _Tokens, field="/tokenize")["tokens"]
         if not tokens:
             raise WireError("tokens", "got none: the chat template renders nothing for the messages")
         ids: list[int] = parse_token_ids("tokens", tokens).tolist()
         return ids
 
+    @property
+    def heard_at(self) -> float:
+        """When the server last sent a part of an answer to `post`, as the event loop counts time."""
+        return self._http.heard_at
+
     @asynccontextmanager
     async def post(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str], on_received: Callable[[], None]
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send a POST request with `HttpClient.post`, while a health check watches the server.
 
@@ -216,7 +217,7 @@ class Server:
                     self._watch = asyncio.create_task(self._watch_calls())
                 self._calls.add(expiry)
                 try:
-                    async with self._http.post(path, body, headers, on_received) as messages:
+                    async with self._http.post(path, body, headers) as messages:
                         yield messages
                 finally:
                     self._calls.discard(expiry)
@@ -321,9 +322,7 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether the server works, or its delay after a failure has passed, and it may get one test call."""
-        if not self._num_failures:
-            return True
-        return self._clock() >= self._retry_at and not self.num_in_flight
+        return not self._num_failures or (self._clock() >= self._retry_at and not self.num_in_flight)
 
     def note_success(self) -> None:
         """Note that a call succeeded, which ends the delays after failures."""
@@ -369,7 +368,7 @@ class Servers:
         max_retries: int,
     ) -> None:
         self.all = [Server(config, kinds, pauses) for config in configs]
-        self.slots = asyncio.Semaphore(fd_limit.max_connections(configs[0].max_connections))
+        self.slots = asyncio.Semaphore(max_connections(configs[0].max_connections))
         self.runs: set[Any] = set()
         self.max_retries = max_retries
         self._num_calls = 0

@@ -14,12 +14,11 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sglang_topp.errors import RequestError, TransportError
 from sglang_topp_client.async_client import AsyncRolloutClient
-from sglang_topp_client.transport import fd_limit
+from sglang_topp_client.transport.http import fd_shortage
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -132,7 +131,7 @@ class _Thread(threading.Thread):
             self.start()
             self.loop = self._ready.result()
         except (OSError, RuntimeError) as error:
-            reason = fd_limit.shortage(error) or f"{type(error).__name__}: {error}"
+            reason = fd_shortage(error) or f"{type(error).__name__}: {error}"
             raise TransportError(f"no event loop could be started for the client: {reason}") from error
 
     def run(self) -> None:
@@ -268,7 +267,5 @@ class RolloutClient:
     def __enter__(self) -> RolloutClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
 from sglang_topp.batch.ragged_rows import as_integers
 from sglang_topp.candidates.csr_operations import first_true
-from sglang_topp.errors import InvalidInputError
+from sglang_topp.errors import InvalidInputError, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,23 +66,14 @@ class MicroBatches:
         Raises:
             InvalidInputError: a result is missing, or has more or fewer rows than its micro-batch.
         """
-        parts = []
-        for rank, expected in enumerate(self.rows):
-            if len(results) != len(self.rows) or len(results[rank]) != len(expected):
-                raise InvalidInputError(
-                    f"results: expected {len(self)} for each of {len(self.rows)} ranks,"
-                    f" got {[len(got) for got in results]}"
-                )
-            for k, rows in enumerate(expected):
-                if len(results[rank][k]) != len(rows):
-                    raise InvalidInputError(
-                        f"results[{rank}][{k}]: got {len(results[rank][k])} rows, expected {len(rows)}"
-                    )
-                parts.append(results[rank][k])
+        got, expected = ([[len(part) for part in rank] for rank in parts] for parts in (results, self.rows))
+        if got != expected:
+            raise InvalidInputError(
+                f"results: got {describe(got)} rows, expected {describe(expected)} in the micro-batches"
+            )
         order = np.concatenate([rows for rank in self.rows for rows in rank])
-        back = torch.from_numpy(np.argsort(order))
-        joined = torch.cat(parts)
-        return joined[back.to(joined.device)]
+        joined = torch.cat([part for rank in results for part in rank])
+        return joined[torch.from_numpy(np.argsort(order)).to(joined.device)]
 
 
 def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) -> MicroBatches:

@@ -310,13 +310,14 @@ def unnest_batch(nested: NestedBatch) -> Any:
     out = {name: restored(entry) for name, entry in nested._entries.items()}
     if not nested._is_tensordict:
         return out
-    from tensordict import NonTensorData, TensorDict
+    from tensordict import TensorDict
 
     batch = TensorDict(batch_size=[len(nested)])
     for name, value in out.items():
-        batch[name] = (
-            NonTensorData(value, batch_size=[len(nested)]) if isinstance(value, BatchCandidateSets) else value
-        )
+        if isinstance(value, BatchCandidateSets):
+            batch.set_non_tensor(name, value)
+        else:
+            batch[name] = value
     return batch
 
 
@@ -325,17 +326,11 @@ def unnest_batch(nested: NestedBatch) -> Any:
 
 def _entries_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `batch` as a dict, with a BatchCandidateSets in place of its `NonTensorData`."""
-    if not _is_tensordict(batch):
-        return dict(batch)
-    from tensordict import NonTensorData
-
     entries = {name: batch.get(name) for name in batch.keys()}  # noqa: SIM118  a TensorDict iterates over rows
-    return {
-        name: value.data
-        if isinstance(value, NonTensorData) and isinstance(value.data, BatchCandidateSets)
-        else value
-        for name, value in entries.items()
-    }
+    for name, value in entries.items():
+        if isinstance(sets := getattr(value, "data", None), BatchCandidateSets):
+            entries[name] = sets
+    return entries
 
 
 def _is_tensordict(value: Any) -> bool:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.errors import InvalidInputError
 
 # If a row has several errors, a kernel reports the one with the highest code.
@@ -110,9 +109,9 @@ def _thresholds(p: float | Sequence[float] | Tensor, rows: int) -> NDArray[np.fl
     if p_B.shape not in ((), (rows,)):
         raise InvalidInputError(f"p: got shape {list(p_B.shape)}, expected a float or [{rows}]")
     values = p_B.reshape(-1)
-    if (row := first_true(~((values >= 0) & (values <= 1)))) is not None:
-        where = f" for row {row}" if p_B.ndim else ""
-        raise InvalidInputError(f"p: got {values[row]}{where}, expected 0 to 1")
+    if (wrong := np.flatnonzero(~((values >= 0) & (values <= 1)))).size:
+        where = f" for row {wrong[0]}" if p_B.ndim else ""
+        raise InvalidInputError(f"p: got {values[wrong[0]]}{where}, expected 0 to 1")
     return np.broadcast_to(p_B.astype(np.float64, copy=False), rows)
 
 

@@ -120,14 +120,7 @@ def _sum_segments(out_RH: Tensor, source: Tensor, segments: Segments, weights: T
     out = (partial_PH, out_RH, out_RH.stride(0), out_RH.stride(1), width)
     with torch.cuda.device(source.get_device()):
         _piece_kernel[(len(pieces), num_blocks)](
-            pieces,
-            source,
-            source.stride(0),
-            segments.source_rows,
-            weights,
-            *out,
-            ADDS=adds,
-            BLOCK=block,
+            pieces, source, source.stride(0), segments.source_rows, weights, *out, ADDS=adds, BLOCK=block
         )
         if max_long:
             _join_kernel[(max_long, num_blocks)](long_segments, *out, ADDS=adds, BLOCK=block)

@@ -200,12 +200,7 @@ class WeightGradSink:
     """
 
     def __init__(
-        self,
-        weight_grad: WeightGrad,
-        weight: Tensor,
-        hidden: Tensor,
-        dtype: torch.dtype,
-        ops: Products,
+        self, weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: torch.dtype, ops: Products
     ) -> None:
         """Check `weight_grad`. `dtype` is that of the sums, and `ops` sums rows over segments."""
         self._buffer = _buffer_of(weight_grad, weight, hidden, dtype)

@@ -26,13 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.replay.candidate_index import (
-    CandidateIndex,
-    Shard,
-    first_true,
-    reduce_max,
-    reduce_sum,
-)
+from sglang_topp.replay.candidate_index import CandidateIndex, Shard, first_true, reduce_max, reduce_sum
 from sglang_topp.replay.lm_head import Source
 
 # A log-prob is raised to this value before it is multiplied by its probability, because 0 * -inf is NaN. That

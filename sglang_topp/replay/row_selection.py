@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true, offsets_of
+from sglang_topp.candidates.csr_operations import first_true, integer_array, offsets_of
 from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_sum
@@ -235,7 +235,7 @@ class RowSelection:
         hidden_rows: int64 [R], row indices of the hidden states reshaped to `[num_hidden_rows, H]`.
         positions: int64 [R], the response position that each row scores, ascending.
         num_hidden_rows: the number of rows that this rank holds according to the layout.
-        num_sequences: the length of the hidden states' batch axis: B for bshd, and 1 for thd.
+        num_sequences: the length of the hidden states' batch axis: B for padded rows, 1 for packed.
         response_lengths: int64 [B], the number of response positions of each sample.
         scored: bool [response positions], True where any rank scores the position. `scored` is the same on
             every rank.
@@ -259,8 +259,8 @@ class RowSelection:
         The result is differentiable. Rows of `hidden` that are not selected get zero gradients.
 
         Args:
-            hidden: [num_hidden_rows, H], or with a batch axis: [B, S, H] for bshd, [1, tokens, H] or
-                [tokens, 1, H] for thd.
+            hidden: [num_hidden_rows, H], or with a batch axis: [B, S, H] for padded rows, [1, tokens, H] or
+                [tokens, 1, H] for packed sequences.
 
         Raises:
             InvalidInputError: the shape of `hidden` does not match the layout.
@@ -373,11 +373,7 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
 
 
 def _lengths(name: str, lengths: ArrayLike) -> Int64Array:
-    array = to_numpy(lengths)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidInputError(
-            f"{name}: got shape {array.shape} and dtype {array.dtype}, expected integers [B]"
-        )
+    array = integer_array(name, to_numpy(lengths), "integers [B]")
     if (array < 0).any():
         raise InvalidInputError(f"{name}: got {array.min()}, expected 0 or more")
     return array.astype(np.int64)

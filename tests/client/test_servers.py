@@ -5,7 +5,7 @@ import pytest
 from sglang_topp.errors import BadRequestError, OverloadedError, TransportError
 from sglang_topp_client import retry_policy
 from sglang_topp_client.servers import Servers
-from sglang_topp_client.transport.fd_limit import FileLimitError
+from sglang_topp_client.transport.http import FileLimitError
 from sglang_topp_client.transport.server_config import ServerConfig
 
 

@@ -230,9 +230,9 @@ def test_long_stop_strings(unharmed: None, engine: Engine, sidecar: httpx.Client
     for stop in ("x" * 20_000_000, ["x" * 1025]):
         params = {**SAMPLING, "stop": stop}
         answer = sidecar.post("/rollouts", json={"prompts": "a", "sampling_params": params})
-        refused(answer, 413, "sampling_params.stop: got a stop string of", "expected at most 1024")
+        refused(answer, 413, "sampling_params.stop: got ", "expected at most 1024")
         answer = engine.post(text="a", sampling_params=params, return_logprob=True, top_logprobs_p=0.9)
-        refused(answer, 400, "sampling_params.stop: got a stop string of")
+        refused(answer, 400, "sampling_params.stop: got ", "expected at most 1024")
 
 
 # -- odd but harmless: served, or refused by SGLang itself ------------------------------------------

@@ -185,7 +185,7 @@ def test_errors_name_the_argument_and_the_problem():
         "cp_size=2, cp_rank=2": lambda: Layout(cp_size=2, cp_rank=2),
         "response_lengths: got 1 for 2": lambda: Layout().select_rows([1, 1], [2]),
         "prompt_lengths: got -1": lambda: Layout().select_rows([-1], [2]),
-        "response_lengths: got shape": lambda: Layout().select_rows([1], [2.5]),
+        "response_lengths: got float64 of shape": lambda: Layout().select_rows([1], [2.5]),
         "loss_mask: got shape \\(3,\\), expected \\[4\\]": lambda: Layout().select_rows(
             [1, 1], [2, 2], loss_mask=[1] * 3
         ),
@@ -206,7 +206,7 @@ def test_errors_name_the_argument_and_the_problem():
         "cu_seqlens: got \\(0, 3, 2\\), expected to rise from 0": lambda: Layout(cu_seqlens=(0, 3, 2)),
         "cu_seqlens: got \\(\\), expected to rise from 0": lambda: Layout(cu_seqlens=[]),
         "seq_lengths: got -1": lambda: Layout(seq_lengths=[-1]),
-        "cu_seqlens: got shape \\(1,\\) and dtype float64": lambda: Layout(cu_seqlens=[0.0]),
+        "cu_seqlens: got float64 of shape \\(1,\\)": lambda: Layout(cu_seqlens=[0.0]),
         "attention_mask: row 1 marks 3 tokens, expected 4": lambda: Layout(
             attention_mask=[[0, 1, 1, 1], [0, 1, 1, 1]]
         ).select_rows([1, 2], [2, 2]),

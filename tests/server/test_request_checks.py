@@ -26,7 +26,7 @@ SIZES = {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8}
             "a",
             {"stop": ["b" * 600_000]},
             413,
-            ["sampling_params.stop: got a stop string of 600000 characters"],
+            ["sampling_params.stop: got 600000 characters at position 0"],
         ),
     ],
 )

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client.checks import convert, find_json_problem
+from sglang_topp_client.checks import convert, decode_json, find_json_problem, import_optional
 from sglang_topp_client.rollout import (
     FIELDS,
     Count,
@@ -54,23 +54,10 @@ _MAX_ENTRIES = (1 << 31) - 1
 
 
 def pyarrow() -> Any:
-    """Import and return `pyarrow`, an optional dependency.
-
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed; the error names the extra to install.
-    """
-    try:
-        import pyarrow
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "pyarrow":
-            raise
-        raise ModuleNotFoundError(
-            "pyarrow is not installed; saving and loading rollouts needs it: pip install 'sglang-topp[data]'",
-            name="pyarrow",
-        ) from None
-    return pyarrow
+    """Import and return `pyarrow`, an optional dependency; see `import_optional`."""
+    for name in ("pyarrow.compute", "pyarrow.parquet", "pyarrow"):
+        module = import_optional(name, extra="data", use="saving and loading rollouts needs it")
+    return module
 
 
 def _list_of(kind: Any) -> Any:
@@ -85,29 +72,26 @@ def _struct(**kinds: Any) -> Any:
     return pyarrow().struct([_whole(name, kind) for name, kind in kinds.items()])
 
 
-def _params_from_json(text: str) -> dict[str, Any]:
-    try:
-        params = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"sampling_params: got invalid JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise InvalidInputError(f"sampling_params: got {type(params).__name__}, expected an object")
-    return params
-
-
 class _Column(NamedTuple):
     """How a type of field is stored.
 
     Attributes:
         kind: returns the column's Arrow type.
-        write, read: the conversions between a value and the Python value that Arrow stores.
+        write: the conversion of a value to the Python value that Arrow stores.
+        read: the conversion of an Arrow scalar, which is not null. Arrays are copies, which do not keep the
+            column in memory.
         name: the column's name, or "" if it is the attribute's name.
     """
 
     kind: Callable[[], Any]
     write: Callable[[Any], Any] = lambda value: value
-    read: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = lambda stored: stored.as_py()
     name: str = ""
+
+
+def _read_array(stored: Any) -> NDArray[Any]:
+    numbers: NDArray[Any] = stored.values.to_numpy()
+    return numbers.copy()
 
 
 _TEXT, _NUMBER = _Column(lambda: pyarrow().string()), _Column(lambda: pyarrow().float64())
@@ -118,22 +102,24 @@ _COLUMNS: dict[Any, _Column] = {
     Source: _TEXT,
     Seconds: _NUMBER,
     Probability: _NUMBER,
-    TokenIds: _Column(lambda: _list_of(pyarrow().int32())),
-    Logprobs: _Column(lambda: _list_of(pyarrow().float32())),
+    TokenIds: _Column(lambda: _list_of(pyarrow().int32()), read=_read_array),
+    Logprobs: _Column(lambda: _list_of(pyarrow().float32()), read=_read_array),
     CandidateSets: _Column(lambda: _list_of(_list_of(pyarrow().int32())), name="candidate_ids"),
     WeightSpans: _Column(
         lambda: _list_of(_struct(version=pyarrow().string(), start=pyarrow().int32(), end=pyarrow().int32())),
         write_spans,
-        lambda spans: tuple((one["version"], one["end"] - one["start"]) for one in spans),
+        lambda spans: tuple((one["version"], one["end"] - one["start"]) for one in spans.as_py()),
         "weight_versions",
     ),
     TokenRanges: _Column(
         lambda: _list_of(_struct(start=pyarrow().int32(), end=pyarrow().int32())),
         lambda ranges: [{"start": start, "end": end} for start, end in ranges],
-        lambda ranges: tuple((one["start"], one["end"]) for one in ranges),
+        lambda ranges: tuple((one["start"], one["end"]) for one in ranges.as_py()),
     ),
     Mapping[str, Any]: _Column(
-        lambda: pyarrow().string(), lambda params: json.dumps(params, ensure_ascii=False), _params_from_json
+        lambda: pyarrow().string(),
+        lambda params: json.dumps(params, ensure_ascii=False),
+        lambda text: decode_json(text.as_py().encode(), dict[str, Any], field="sampling_params"),
     ),
 }
 _ROLLOUT = tuple((field, _COLUMNS[field.type]) for field in FIELDS[Rollout])
@@ -228,22 +214,19 @@ def to_rollouts(batch: Any, rows: Sequence[int] | None = None) -> Iterator[Rollo
     del batch
     for row, number in enumerate(rows):
         try:
-            rollout = Rollout(**{field.name: _read(columns, field, row) for field in FIELDS[Rollout]})
+            values = {field.name: _read(columns, field, column, row) for field, column in _ROLLOUT}
+            rollout = Rollout(**values)
             check_rollout(rollout)
-        except InvalidInputError as error:
+        except (InvalidInputError, WireError) as error:
             raise InvalidInputError(f"rollout {number}: {error}") from error
         yield rollout
 
 
-def _read(columns: Mapping[str, Any], field: Field, row: int) -> Any:
-    """Return the value of a field in one row. Arrays are copies, which do not keep the batch in memory."""
-    if field.type == CandidateSets:
+def _read(columns: Mapping[str, Any], field: Field, column: _Column, row: int) -> Any:
+    if field.type is CandidateSets:
         return _read_sets(columns, row)
-    column = _COLUMNS[field.type]
     stored = columns[column.name or field.name][row]
-    if field.type in _ARRAYS:
-        return stored.values.to_numpy().copy()
-    return column.read(stored.as_py()) if stored.is_valid else None
+    return column.read(stored) if stored.is_valid else None
 
 
 def _read_sets(columns: Mapping[str, Any], row: int) -> CandidateSets | None:
@@ -253,13 +236,16 @@ def _read_sets(columns: Mapping[str, Any], row: int) -> CandidateSets | None:
     )
     if not ids.is_valid:
         return None
-    offsets = ids.values.offsets.to_numpy().astype(np.int64)
-    return CandidateSets(
-        ids.values.flatten().to_numpy().copy(),
-        logprobs.values.flatten().to_numpy().copy() if logprobs.is_valid else None,
-        offsets - offsets[0],
-        (sampled_ids if sampled_ids.is_valid else output_ids).values.to_numpy().copy(),
-    )
+    token_ids, offsets = _read_flat(ids)
+    known = _read_flat(logprobs)[0] if logprobs.is_valid else None
+    drawn = _read_array(sampled_ids if sampled_ids.is_valid else output_ids)
+    return CandidateSets(token_ids, known, offsets - offsets[0], drawn)
+
+
+def _read_flat(stored: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return a copy of all numbers in a list of lists, and the offsets of its lists, in the column's."""
+    offsets = stored.values.offsets.to_numpy().astype(np.int64)
+    return stored.values.values.to_numpy()[offsets[0] : offsets[-1]].copy(), offsets
 
 
 def read_columns(batch: Any, fields: Iterable[Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +33,6 @@ from sglang_topp_client.storage.parquet_columns import (
     trainer_fields,
     trainer_scores,
 )
-from sglang_topp_client.storage.parquet_columns import schema as rollout_schema
 
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
 """Matches the file name of a finished part written by `RolloutWriter`, and captures the part's number."""
@@ -45,10 +43,7 @@ _MAX_ROWS = 256
 # The text columns that Parquet stores with dictionary encoding. Float columns must not use it, because it may
 # replace a value by an equal value with other bits, such as -0.0 by 0.0.
 _DICTIONARIES = [
-    "top_logprobs_source",
-    "sampling_params",
-    "finish_reason",
-    "weight_version",
+    *("top_logprobs_source", "sampling_params", "finish_reason", "weight_version"),
     "weight_versions.list.element.version",
 ]
 _STATISTICS = ["prompt_index", "sample_index", "finish_reason", "weight_version"]
@@ -62,7 +57,7 @@ def check_new(path: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def new_parquet_file(path: Path, schema: Any) -> Iterator[Callable[[Any], None]]:
+def new_parquet_file(path: Path, columns: Any) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes a `pyarrow.RecordBatch` as a row group of a new file.
 
     The file appears under the name `path` only after the `with` block, once it is complete and on disk. After
@@ -92,13 +87,13 @@ def new_parquet_file(path: Path, schema: Any) -> Iterator[Callable[[Any], None]]
     try:
         with pyarrow().parquet.ParquetWriter(
             memory,
-            schema,
+            columns,
             compression="zstd",
             use_dictionary=_DICTIONARIES,
             write_statistics=_STATISTICS,
             write_page_checksum=True,
             # Parquet stores the types of our columns itself, but not every Arrow type.
-            store_schema=len(schema) > len(rollout_schema()),
+            store_schema=len(columns) > len(schema()),
         ) as parquet:
             yield write
         with _naming_errors(path):
@@ -387,9 +382,7 @@ class RolloutWriter:
     def __enter__(self) -> RolloutWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

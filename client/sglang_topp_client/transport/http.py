@@ -30,22 +30,21 @@ from typing import Any
 
 import aiohttp
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]  # a module, or none
+
 from sglang_topp import errors
-from sglang_topp.errors import (
-    OverloadedError,
-    ResponseError,
-    ServerError,
-    SglangToppError,
-    TransportError,
-    WireError,
-)
 from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
-from sglang_topp_client.transport import fd_limit
-from sglang_topp_client.transport.fd_limit import FileLimitError
 from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_client.wire.error_json import class_of_status, error_from_json
 from sglang_topp_client.wire.records import MEDIA_TYPES
 
+# The number of descriptors to keep free for files that the process opens later, and for attempts to connect.
+# One attempt to connect may take several descriptors: resolving the host name opens files and sockets, and
+# the client may try two addresses at once.
+_RESERVE = 64
 # SGLang's uvicorn closes an idle connection after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). A request fails if the
 # request starts while the server closes the connection. The client therefore closes an idle connection before
 # the server does.
@@ -85,9 +84,7 @@ class HttpClient:
     """
 
     def __init__(
-        self,
-        config: ServerConfig,
-        before_close: Callable[[], Awaitable[None]] | None = None,
+        self, config: ServerConfig, before_close: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         self.heard_at = 0.0
         self._before_close = before_close
@@ -113,11 +110,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def post(
-        self,
-        path: str,
-        body: dict[str, Any],
-        headers: Mapping[str, str] | None = None,
-        on_received: Callable[[], None] = lambda: None,
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         """POST `body` as JSON, and yield the messages of the answer as they arrive.
 
@@ -128,7 +121,6 @@ class HttpClient:
             path: the route.
             body: the JSON body.
             headers: additional headers, such as an `Accept` that requests frames.
-            on_received: called whenever a part of the answer has arrived.
 
         Raises:
             ResponseError: the answer's status is not 200. If a sidecar's 5xx answer names one of this
@@ -139,28 +131,24 @@ class HttpClient:
         try:
             async with await self._send("POST", path, body, headers) as response:
                 self.heard_at = asyncio.get_running_loop().time()
-                on_received()
                 if response.status != 200:
                     raise await _response_error(response)
                 _check_uncompressed(response)
-                parts = self._parts(response, on_received)
+                parts = self._parts(response)
                 if self._throttle is not None:
                     parts = self._throttle(parts)
                 media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
                 split = frames if media_type in _FRAMED else lines
                 async with aclosing(parts), aclosing(split(parts, self._max_message_bytes)) as messages:
                     yield messages
-        except SglangToppError:  # a server's 504 is a TimeoutError too
+        except errors.SglangToppError:  # a server's 504 is a TimeoutError too
             raise
         except (aiohttp.ClientError, OSError) as error:
             raise _transport_error(self._base_url + path, error) from error
 
-    async def _parts(
-        self, response: aiohttp.ClientResponse, on_received: Callable[[], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _parts(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         async for data in response.content.iter_any():
             self.heard_at = asyncio.get_running_loop().time()
-            on_received()
             yield data
 
     async def request_json(
@@ -178,7 +166,7 @@ class HttpClient:
         try:
             return json.loads(answer)
         except (ValueError, RecursionError) as error:
-            raise WireError(path, f"the answer is not JSON: {error}") from None
+            raise errors.WireError(path, f"the answer is not JSON: {error}") from None
 
     async def request(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
@@ -208,11 +196,11 @@ class HttpClient:
                     if len(answer) > self._max_message_bytes:
                         raise _too_long(len(answer), self._max_message_bytes)
                 return bytes(answer)
-        except SglangToppError:  # a server's 504 is a TimeoutError too
+        except errors.SglangToppError:  # a server's 504 is a TimeoutError too
             raise
         except (aiohttp.ClientError, OSError) as error:
             if limit.expired():
-                raise TransportError(f"{url}: no answer in {timeout_s:g} s") from None
+                raise errors.TransportError(f"{url}: no answer in {timeout_s:g} s") from None
             raise _transport_error(url, error) from error
 
     async def probe(self, path: str, *, timeout_s: float) -> int | None:
@@ -267,7 +255,7 @@ class HttpClient:
 
     async def _open(self) -> aiohttp.ClientSession:
         if self._is_of_parent:
-            raise TransportError(
+            raise errors.TransportError(
                 f"{self._base_url}: this event loop belongs to the process that forked this one; use the"
                 " client on an event loop of this process"
             )
@@ -367,7 +355,7 @@ def _keep_from_collector(session: aiohttp.ClientSession) -> None:
 def _check_uncompressed(response: aiohttp.ClientResponse) -> None:
     """Raise WireError if the answer is compressed, although the request asks for an uncompressed one."""
     if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
-        raise WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
+        raise errors.WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -404,7 +392,9 @@ async def lines(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[by
         if len(pending) > max_bytes:
             raise _too_long(len(pending), max_bytes)
     if pending:
-        raise TransportError(f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}")
+        raise errors.TransportError(
+            f"the answer was cut off in the middle of a line: {bytes(pending[:200])!r}"
+        )
 
 
 async def frames(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -414,32 +404,28 @@ async def frames(body: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[b
         WireError: a frame is longer than `max_bytes`; the frame is not read.
         TransportError: the answer ends in the middle of a frame.
     """
-    pending, length = bytearray(), None
+    pending = bytearray()
     async for data in body:
-        rest = memoryview(data)
-        while rest or length == 0:
-            num_missing = (_HEAD_BYTES if length is None else length) - len(pending)
-            pending += rest[:num_missing]
-            rest = rest[num_missing:]
-            if len(pending) < (_HEAD_BYTES if length is None else length):
+        pending += data
+        while len(pending) >= _HEAD_BYTES:
+            end = _HEAD_BYTES + int.from_bytes(pending[:_HEAD_BYTES], "little")
+            if end - _HEAD_BYTES > max_bytes:
+                raise _too_long(end - _HEAD_BYTES, max_bytes)
+            if len(pending) < end:
                 break
-            if length is None:
-                length = int.from_bytes(pending, "little")
-                if length > max_bytes:
-                    raise _too_long(length, max_bytes)
-                pending = bytearray()
-                continue
-            frame = bytes(pending)
-            pending, length = bytearray(), None
+            frame = bytes(memoryview(pending)[_HEAD_BYTES:end])
+            # Free the frame's part of the buffer before the caller decodes the frame.
+            del pending[:end]
             yield frame
             del frame
-    if pending or length is not None:
-        of = "its length" if length is None else f"{length} bytes"
-        raise TransportError(f"the answer was cut off in the middle of a frame: {len(pending)} bytes of {of}")
+    if pending:
+        raise errors.TransportError(
+            f"the answer was cut off in the middle of a frame: {len(pending)} bytes of it arrived"
+        )
 
 
-def _too_long(size: int, max_bytes: int) -> WireError:
-    return WireError(
+def _too_long(size: int, max_bytes: int) -> errors.WireError:
+    return errors.WireError(
         "max_message_bytes",
         f"got {size} bytes of one message of the answer (one sample) so far, expected at most {max_bytes}; if"
         " samples are that long, increase the client's max_message_bytes",
@@ -449,28 +435,28 @@ def _too_long(size: int, max_bytes: int) -> WireError:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _transport_error(url: str, error: aiohttp.ClientError | OSError) -> TransportError:
+def _transport_error(url: str, error: aiohttp.ClientError | OSError) -> errors.TransportError:
     """Return the error of a request that got no complete answer."""
     if isinstance(error, TimeoutError):
-        return TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s")
+        return errors.TransportError(f"{url}: no connection in {_CONNECT_TIMEOUT_S:g} s")
     is_connecting = isinstance(error, aiohttp.ClientConnectorError | OSError)
-    if is_connecting and (sentence := fd_limit.shortage(error)) is not None:
+    if is_connecting and (sentence := fd_shortage(error)) is not None:
         return FileLimitError(f"{url}: {sentence}")
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
-        return TransportError(
+        return errors.TransportError(
             f"{url}: nothing listens at {error.host}:{error.port} (connection refused); start one, for"
             f" example with `sglang-topp serve --model-path MODEL --port {error.port}`, or give the address"
             " of a server that runs"
         )
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return TransportError(
+        return errors.TransportError(
             f"{url}: the server's certificate is not trusted: {error.certificate_error}; name its CA in the"
             " SSLContext that you pass as ssl=, or in the file of SSL_CERT_FILE"
         )
-    return TransportError(f"{url}: {type(error).__name__}: {error}")
+    return errors.TransportError(f"{url}: {type(error).__name__}: {error}")
 
 
-async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
+async def _response_error(response: aiohttp.ClientResponse) -> errors.SglangToppError:
     """Return the error that an answer with another status than 200 reports."""
     raw = b""
     async for data in response.content.iter_any():
@@ -483,13 +469,17 @@ async def _response_error(response: aiohttp.ClientResponse) -> SglangToppError:
     sentence = reported.get("message") or reported.get("detail") or body
     words = truncate(sentence)
     message = f"{response.method} {response.url}: HTTP {status}: {words}"
-    kind = class_of_status(status) if status >= 400 else ResponseError
-    if kind is OverloadedError:
+    kind = class_of_status(status) if status >= 400 else errors.ResponseError
+    if kind is errors.OverloadedError:
         retry_after_s = _retry_after_s(response.headers.get("Retry-After"))
-        return OverloadedError(message, status=status, body=body, retry_after_s=retry_after_s)
+        return errors.OverloadedError(message, status=status, body=body, retry_after_s=retry_after_s)
     # A sidecar names the class of the error in its 5xx answers, because the client must not retry every 5xx
     # error.
-    if kind is ServerError and isinstance(reported.get("type"), str) and reported["type"] in errors.__all__:
+    if (
+        kind is errors.ServerError
+        and isinstance(reported.get("type"), str)
+        and reported["type"] in errors.__all__
+    ):
         return error_from_json(reported | {"status": status})
     if 300 <= status < 400:
         message += f" (a redirect to {response.headers.get('Location')}; not followed, use it as base_url)"
@@ -524,3 +514,86 @@ def _retry_after_s(value: str | None) -> float | None:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError, OSError):
         return None
+
+
+# -- the limit on open files -----------------------------------------------------------------------
+#
+# Every connection takes one file descriptor. The soft limit on open descriptors (`ulimit -n`, RLIMIT_NOFILE)
+# is often 1,024, and 256 on macOS. The client does not raise it, because other code in the process may call
+# `select`, which fails on descriptors of 1,024 and above.
+
+
+class FileLimitError(errors.TransportError):
+    """Raised if a connection fails to open because the process or the machine has no free file descriptor."""
+
+
+def max_connections(wanted: int) -> int:
+    """Return how many connections a client may have open at once.
+
+    The returned number is `wanted` or the number of free descriptors, whichever is smaller. The number of
+    free descriptors is the process's limit on open files, minus the number of files open now, minus a
+    reserve. The reserve is 64 files or an eighth of the limit, whichever is smaller. The returned number is
+    at least 1, so that a client without a free descriptor raises an error, and does not wait forever.
+    """
+    limit = _limit()
+    if limit is None:
+        return wanted
+    return max(1, min(wanted, limit - _num_open() - min(_RESERVE, limit // 8)))
+
+
+def fd_shortage(error: BaseException) -> str | None:
+    """Return a sentence that names a remedy if `error` comes from a lack of file descriptors.
+
+    Return None if `error` has another cause.
+    """
+    codes = _error_numbers(error, set())
+    if errno.ENFILE in codes:
+        return "the machine has no file left for a connection (ENFILE, fs.file-max): close some, or raise it"
+    if errno.EMFILE not in codes and not _is_none_left():
+        return None
+    return (
+        f"no file is left for a connection: this process may have {_limit()} open (EMFILE); raise that with"
+        " `ulimit -n 65536` before it starts or resource.setrlimit(resource.RLIMIT_NOFILE, ...) in it, or"
+        " close files"
+    )
+
+
+def _limit() -> int | None:
+    """Return the soft limit on open files, or None if there is no limit."""
+    if resource is None:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _num_open() -> int:
+    """Return how many files this process has open, or 0 if the system cannot list them."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
+
+
+def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
+    """Return the `errno` values of `error` and, recursively, of its cause, context, and group members."""
+    if error is None or id(error) in seen:
+        return set()
+    seen.add(id(error))
+    codes = {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
+    grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for each in (error.__cause__, error.__context__, *grouped):
+        codes |= _error_numbers(each, seen)
+    return codes
+
+
+def _is_none_left() -> bool:
+    """Try to open a file, and return whether the process has no file descriptor left.
+
+    The `errno` of an exception does not always show that no descriptor is left. For example, a host-name
+    lookup without a free descriptor raises an error whose `errno` is not EMFILE.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return False

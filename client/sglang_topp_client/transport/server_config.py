@@ -16,17 +16,12 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """The HTTP header that holds a routing key. Gateways send requests with the same key to the same worker."""
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_NO_HEADER_VALUE = "expected printable ASCII text without a space or line end around it"
 # Headers that only the client may set. A caller's value would break the connection, the decoding of the
 # answer, or the routing.
 _RESERVED = {
-    "accept",
-    "accept-encoding",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "transfer-encoding",
-    ROUTING_KEY.lower(),
+    *("accept", "accept-encoding", "connection", "transfer-encoding", ROUTING_KEY.lower()),
+    *("content-encoding", "content-length", "content-type"),
 }
 
 
@@ -68,12 +63,12 @@ class ServerConfig:
 
 def check_key(name: str, key: Any) -> None:
     """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The message omits `key`."""
-    if key is not None and not (
-        isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key != ""
-    ):
-        raise InvalidInputError(
-            f"{name}: expected printable ASCII text without a space or line end around it"
-        )
+    if key is not None and (key == "" or not _is_header_value(key)):
+        raise InvalidInputError(f"{name}: {_NO_HEADER_VALUE}")
+
+
+def _is_header_value(value: Any) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isprintable() and value.strip() == value
 
 
 def server_urls(name: str, urls: Any) -> list[str]:
@@ -127,11 +122,6 @@ def _checked_headers(headers: Any) -> dict[str, str]:
             raise InvalidInputError(f"headers: got the name {describe(name)}, expected a header's name")
         if name.lower() in _RESERVED:
             raise InvalidInputError(f"headers: got {name}, which the client sets itself; leave it out")
-        if not (
-            isinstance(value, str) and value.isascii() and value.isprintable() and value.strip() == value
-        ):
-            raise InvalidInputError(
-                f"headers: the value of {name}: expected printable ASCII text without a space or line end"
-                " around it"
-            )
+        if not _is_header_value(value):
+            raise InvalidInputError(f"headers: the value of {name}: {_NO_HEADER_VALUE}")
     return {name.lower(): value for name, value in headers.items()}

@@ -70,11 +70,13 @@ class _Group:
             SglangToppError: an engine or the process group failed. `failures` maps each failed engine to its
                 error.
         """
-        bucket, is_last = await asyncio.to_thread(next, parts)
-        first = bucket[0][1]
-        device, backend = (first.device, "nccl") if first.is_cuda else ("cpu", "gloo")
-        await self._make(backend)
-        while True:
+        is_last = False
+        while not is_last:
+            bucket, is_last = await asyncio.to_thread(next, parts)
+            if self._group is None:
+                first = bucket[0][1]
+                device, backend = (first.device, "nccl") if first.is_cuda else ("cpu", "gloo")
+                await self._make(backend)
             values = [(name, tensor.to(device).contiguous()) for name, tensor in bucket]
             body = {
                 "names": [name for name, _ in values],
@@ -86,9 +88,6 @@ class _Group:
             }
             update = partial(EngineControl.update, path="/update_weights_from_distributed", body=body)
             await self._together(update, partial(self._send, values))
-            if is_last:
-                return
-            bucket, is_last = await asyncio.to_thread(next, parts)
 
     async def destroy(self) -> None:
         """Destroy the process group, unless an operation of the process group is still running."""

@@ -15,7 +15,7 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.checks import convert
+from sglang_topp_client.checks import decode_json
 from sglang_topp_client.retry_policy import retrying
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
@@ -89,12 +89,13 @@ class EngineControl:
             SglangToppError: the server does not answer, or rejects the client's API key.
         """
         try:
-            info = await self._repeat("GET", "/server_info")
+            raw = await self._repeat("GET", "/server_info")
+            info = decode_json(raw, dict[str, Any], field="/server_info")
         except BadRequestError as error:
             if error.status not in (404, 405):
                 raise
-            info = None
-        if not isinstance(info, dict) or "model_path" not in info:
+            info = {}
+        if "model_path" not in info:
             raise InvalidInputError(
                 f"engine_url: {self.base_url} has no /server_info of SGLang, expected an engine; sidecars and"
                 " gateways pass no weights on, so name the engines behind them"
@@ -131,8 +132,8 @@ class EngineControl:
         """
         query = "" if path is None else f"?model_path={quote(path, safe='')}"
         try:
-            answer = await self._repeat("GET", _CHECKPOINT_TENSORS + query)
-            return convert(answer, CheckpointTensors, field=_CHECKPOINT_TENSORS)
+            raw = await self._repeat("GET", _CHECKPOINT_TENSORS + query)
+            return decode_json(raw, CheckpointTensors, field=_CHECKPOINT_TENSORS)
         except BadRequestError as error:
             raise InvalidInputError(
                 f"{'engine_url' if path is None else 'weights'}: {self.base_url}: {error}"
@@ -161,7 +162,7 @@ class EngineControl:
         # In the mode "retract", the scheduler is paused and never checks the timeout.
         path = f"/flush_cache?timeout={_ABORTED_LEAVE_S}" if mode == "abort" else "/flush_cache"
         try:
-            await self._repeat("POST", path, is_json=False, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
+            await self._repeat("POST", path, timeout_s=self._timeout_s + _ABORTED_LEAVE_S)
         except BadRequestError as error:
             raise BadRequestError(
                 f"pause: got {mode!r}, but {self.base_url} cannot flush its KV cache, because requests"
@@ -238,20 +239,13 @@ class EngineControl:
             raise ServerError(f"POST {self.base_url}{path}: got {answer!r}, expected success", status=200)
 
     async def _repeat(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        is_json: bool = True,
-        timeout_s: float | None = None,
-    ) -> Any:
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> bytes:
         """Send a request that may be repeated, and repeat it after a failure that may pass."""
-        send = self._http.request_json if is_json else self._http.request
         clock = asyncio.get_running_loop().time
         deadline = clock() + (timeout_s or self._timeout_s)
         return await retrying(
-            lambda: send(method, path, body, timeout_s=max(deadline - clock(), 0.001)),
+            lambda: self._http.request(method, path, body, timeout_s=max(deadline - clock(), 0.001)),
             _MAX_RETRIES,
             deadline=deadline,
         )

@@ -283,10 +283,7 @@ def _http_bodies(parts: Iterator[Bucket], version: str, tp_sizes: set[int]) -> I
 
 
 async def _push(
-    engines: Sequence[EngineControl],
-    send: Callable[[], Awaitable[Outcomes]],
-    version: str,
-    mode: PauseMode,
+    engines: Sequence[EngineControl], send: Callable[[], Awaitable[Outcomes]], version: str, mode: PauseMode
 ) -> None:
     """Pause and flush all engines, send the weights, flush again, and let the engines continue.
 

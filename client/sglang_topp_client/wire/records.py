@@ -35,7 +35,6 @@ from sglang_topp_client.rollout import (
     Score,
     Seconds,
     TokenIds,
-    TokenRanges,
     WeightSpan,
     WeightSpans,
     check_result,
@@ -112,11 +111,6 @@ _JSON: dict[Any, JsonField] = {
         Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
     ),
     WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
-    TokenRanges: JsonField(
-        list[tuple[Count, Count]],
-        lambda ranges: [list(one) for one in ranges],
-        lambda _, ranges: tuple(ranges),
-    ),
 }
 _ARRAYS = (TokenIds, Logprobs, CandidateSets)
 
@@ -151,12 +145,8 @@ _RECORDS = {one: _record_type(one, framed=False) for one in FIELDS}
 _FRAMED = {one: _record_type(one, framed=True) for one in FIELDS}
 
 
-def to_record(result: Rollout | Score) -> dict[str, Any]:
-    """Return a result as a JSON object, ready for `json.dumps`."""
-    return _to_record(result, framed=False)
-
-
-def _to_record(result: Rollout | Score, *, framed: bool) -> dict[str, Any]:
+def to_record(result: Rollout | Score, *, framed: bool = False) -> dict[str, Any]:
+    """Return a result as a JSON object, ready for `json.dumps`. With `framed`, the arrays are left out."""
     record: dict[str, Any] = {}
     for field, in_json in JSON_FIELDS[type(result)]:
         value = getattr(result, field.name)
@@ -195,7 +185,7 @@ def from_record(
 
 def to_frame(result: Rollout | Score) -> bytes:
     """Encode a result as a frame."""
-    record, sets = _to_record(result, framed=True), result.candidates
+    record, sets = to_record(result, framed=True), result.candidates
     arrays = [getattr(result, field.name) for field in FIELDS[type(result)] if field.count_name]
     arrays.append(result.logprobs)
     if sets is not None:

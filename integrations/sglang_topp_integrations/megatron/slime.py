@@ -69,7 +69,7 @@ def install(args: Namespace) -> None:
         )
     replacement = functools.wraps(original)(functools.partial(_log_probs_and_entropy, original))
     for module in [*sys.modules.values()]:
-        if vars(module).get(_NAME) is original:
+        if getattr(module, "__dict__", {}).get(_NAME) is original:
             setattr(module, _NAME, replacement)
 
 
@@ -144,7 +144,7 @@ def _log_probs_and_entropy(
         # Megatron's Float16Module has converted the hidden states to float32, so this is exact.
         scores = score_hidden(logits.to(weight.dtype), layer, weight, context)
     else:
-        scores = _score_logits(logits[0], context)
+        scores = _score_logits(logits.squeeze(0), context)
     ends = np.cumsum(response_lengths)
     sizes = np.bincount(np.searchsorted(ends, rows.positions, side="right"), minlength=len(ends)).tolist()
     answer = {"log_probs": list(torch.split(scores.logprobs, sizes))}

@@ -30,6 +30,7 @@ EDGES: dict[str, Float64Array] = {
     "sizes": np.unique(np.geomspace(1, 1 << 20, 241).round()),
     "ratio": np.arange(1001) / 500,
     "replayed": np.arange(1001) / 500,
+    "start": np.arange(1001) / 500,
 }
 """For each metric, the edges of its histogram's bins, which are the same in all runs. Bin k holds the values
 above `edges[k - 1]`, up to and including `edges[k]`; the last bin holds the values above all edges."""
@@ -169,7 +170,6 @@ class RunSummary:
         self.prompts: list[NDArray[np.int32]] = []
         self.threshold: float | None = None
         self.num_listed: list[int] = []
-        self._start = Distribution(EDGES["ratio"])
         self._num_off = Counter({0.01: 0, 0.1: 0})
         self._size_counts = np.zeros(1, np.int64)
         self._prompt_numbers: dict[tuple[int, bytes], int] = {}
@@ -201,7 +201,6 @@ class RunSummary:
         off = np.abs(metrics["start"] - 1)
         for least in self._num_off:
             self._num_off[least] += int(np.count_nonzero(off > least))
-        self._start.add(metrics["start"])
         sizes = metrics["sizes"][metrics["sizes"] > 0]
         counts = np.bincount(sizes, minlength=len(self._size_counts))
         counts[: len(self._size_counts)] += self._size_counts
@@ -264,7 +263,7 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all rollouts as JSON values."""
-        num_known = len(self._start)
+        num_known = len(self.metrics["start"])
         return {
             "verdict": {
                 "rollouts": self.num_rollouts,
@@ -273,12 +272,9 @@ class RunSummary:
                 "missing": self.num_missing,
                 "sets": self.num_sets,
                 "without_logprobs": self.num_sets - len(self.metrics["mass"]),
-                "mean_mass": self.metrics["mass"].mean,
-                "start": self._start.mean,
                 "off_1": self._num_off[0.01] / num_known if num_known else None,
                 "off_10": self._num_off[0.1] / num_known if num_known else None,
                 "ratios_known": len(self.metrics["ratio"]),
-                "replayed": self.metrics["replayed"].mean,
                 "median_size": self.size_quantile(0.5),
                 "p99_size": self.size_quantile(0.99),
                 "reasons": self.reasons.most_common(),

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient
-from sglang_topp_client.transport import fd_limit
+from sglang_topp_client.transport import http
 
 
 @pytest.fixture(autouse=True)
@@ -190,8 +190,8 @@ async def test_a_machine_without_files_is_named(engine, monkeypatch):
 
 
 def test_other_errors_are_not_a_shortage():
-    assert fd_limit.shortage(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
-    assert fd_limit.shortage(ValueError("x")) is None
+    assert http.fd_shortage(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+    assert http.fd_shortage(ValueError("x")) is None
 
 
 # -- the arithmetic --------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def test_other_errors_are_not_a_shortage():
     ],
 )
 def test_a_reserve_is_left(monkeypatch, limit, num_open, wanted, expected):
-    monkeypatch.setattr(fd_limit, "_limit", lambda: limit)
-    monkeypatch.setattr(fd_limit, "_num_open", lambda: num_open)
-    assert fd_limit.max_connections(wanted) == expected
+    monkeypatch.setattr(http, "_limit", lambda: limit)
+    monkeypatch.setattr(http, "_num_open", lambda: num_open)
+    assert http.max_connections(wanted) == expected
 
 
 def test_where_open_files_cannot_be_listed(monkeypatch):
@@ -218,5 +218,5 @@ def test_where_open_files_cannot_be_listed(monkeypatch):
         raise FileNotFoundError(errno.ENOENT, "none", folder)
 
     monkeypatch.setattr(os, "listdir", fail)
-    monkeypatch.setattr(fd_limit, "_limit", lambda: 1024)
-    assert fd_limit.max_connections(4096) == 1024 - 64
+    monkeypatch.setattr(http, "_limit", lambda: 1024)
+    assert http.max_connections(4096) == 1024 - 64

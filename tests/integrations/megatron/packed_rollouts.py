@@ -33,9 +33,7 @@ def random_sets(
     return CandidateSets(np.array([*itertools.chain(*rows)], np.int32), None, offsets, sampled)
 
 
-def make_batch(
-    ranks: Ranks, kind: str, max_tokens: int = 32, lengths: Any = LENGTHS
-) -> tuple[PackedCollator, PackedBatch]:
+def make_batch(ranks: Ranks, kind: str, max_tokens: int = 32, lengths: Any = LENGTHS) -> PackedBatch:
     """Pack rollouts. Every fourth response token, or each, is a tool's: without a set, and without a loss."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length, _ in lengths]
@@ -49,7 +47,7 @@ def make_batch(
         cp_size=ranks.cp,
         pp_size=ranks.pp,
     )
-    batch = collator.collate_rl(
+    return collator.collate_rl(
         prompts,
         responses,
         [rng.normal(size=len(ids)).astype(np.float32) for ids in responses],
@@ -58,7 +56,6 @@ def make_batch(
             random_sets(rng, ids, SIZES[kind], tool) for ids, tool in zip(responses, tools, strict=True)
         ],
     )
-    return collator, batch
 
 
 def dense_scores(

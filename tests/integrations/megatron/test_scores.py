@@ -47,23 +47,23 @@ def _compare(ranks: Ranks, tied: bool) -> dict[str, tuple[float, ...]]:
     for dtype, limit in LIMITS.items():
         model = make_model(ranks, dtype, tied, deallocate_pipeline_outputs=ranks.pp > 1)
         for kind in ("mixed", "one", "large", "whole", None):
-            collator, batch = make_batch(ranks, kind or "mixed")
+            batch = make_batch(ranks, kind or "mixed")
             for label, options in OPTIONS.items():
                 if kind is None:
                     options = options | {"full": False}
                 asked = {"replay": kind is not None, "vocab_size": VOCAB, **options}
                 found, expected = (
                     (run_schedule(ranks, model, batch, forward), gradients(model))
-                    for forward in (by_adapter(ranks, collator, asked), by_dense_mask(ranks, asked))
+                    for forward in (by_adapter(ranks, asked), by_dense_mask(ranks, asked))
                 )
                 case = f"{dtype}, {kind} sets, {label}"
                 deviations[case] = limit, *(deviation(*pair) for pair in zip(found, expected, strict=True))
     return deviations
 
 
-def by_adapter(ranks: Ranks, collator: Any, asked: dict[str, Any]) -> Forward:
+def by_adapter(ranks: Ranks, asked: dict[str, Any]) -> Forward:
     def forward(model: Any, batch: Any, row: int) -> Any:
-        context = make_context(ranks, collator, batch, row, asked)
+        context = make_context(batch, row, asked)
         inputs = packed_inputs(ranks, batch, row)
         output = model(**inputs, output_processor=score_output, output_processor_context=context)
 
@@ -91,7 +91,7 @@ def by_dense_mask(ranks: Ranks, asked: dict[str, Any]) -> Forward:
     return forward
 
 
-def make_context(ranks: Ranks, collator: Any, batch: Any, row: int, asked: dict[str, Any]) -> ReplayContext:
+def make_context(batch: Any, row: int, asked: dict[str, Any]) -> ReplayContext:
     rank = parallel_state.get_context_parallel_rank()
     return ReplayContext.of_row(batch, row, device="cpu", cp_rank=rank, **asked)
 

@@ -48,13 +48,13 @@ def test_three_steps_equal_those_with_a_dense_mask(
 
 
 def _three_steps(ranks: Ranks, tied: bool, distributed_optimizer: bool) -> tuple[float, float, float]:
-    collator, batch = make_batch(ranks, "mixed")
+    batch = make_batch(ranks, "mixed")
     before = {
         name: weight.detach().clone()
         for name, weight in make_model(ranks, torch.float32, tied).named_parameters()
     }
     results = []
-    for forward, fused in ((by_adapter(ranks, collator, ASKED), True), (by_dense_mask(ranks, ASKED), False)):
+    for forward, fused in ((by_adapter(ranks, ASKED), True), (by_dense_mask(ranks, ASKED), False)):
         module = make_model(ranks, torch.float32, tied)
         if module.post_process:
             # The switch by which Megatron's layers add their gradient to `main_grad`. Its kernel needs a GPU.
@@ -95,13 +95,13 @@ def test_gradients_on_two_context_parallel_ranks_equal_those_of_one_process() ->
 
 
 def _main_grads(ranks: Ranks) -> dict[str, Tensor]:
-    collator, batch = make_batch(ranks, "mixed", max_tokens=128)
+    batch = make_batch(ranks, "mixed", max_tokens=128)
     module = make_model(ranks, torch.float32, tied=False)
     module.output_layer.gradient_accumulation_fusion = True
     model = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     module.config.finalize_model_grads_func = finalize_model_grads
     # One weight for all scores, because the ranks have different positions.
-    run_schedule(ranks, model, batch, by_adapter(ranks, collator, ASKED), weights=lambda n: torch.ones(n))
+    run_schedule(ranks, model, batch, by_adapter(ranks, ASKED), weights=lambda n: torch.ones(n))
     return {name: weight.main_grad.clone() for name, weight in module.named_parameters()}
 
 
@@ -121,9 +121,9 @@ def test_a_rank_without_positions_takes_part_in_every_collective(lengths: Any, k
 
 def _few_positions(ranks: Ranks, lengths: Any, kind: str) -> float:
     packed = Ranks(tp=2, cp=2, dp=2 if len(lengths) == 1 else 1)
-    collator, batch = make_batch(packed, kind, lengths=lengths)
+    batch = make_batch(packed, kind, lengths=lengths)
     model = make_model(ranks, torch.float32, tied=False)
-    run_schedule(ranks, model, batch, by_adapter(ranks, collator, ASKED))
+    run_schedule(ranks, model, batch, by_adapter(ranks, ASKED))
     found = gradients(model)
     run_schedule(ranks, model, batch, by_dense_mask(ranks, ASKED))
     return deviation(found, gradients(model))
@@ -137,11 +137,11 @@ def test_the_output_layer_scores_without_an_output_processor(ranks: Ranks) -> No
 
 
 def _score_by_layer(ranks: Ranks) -> tuple[float, bool]:
-    collator, batch = make_batch(ranks, "mixed")
+    batch = make_batch(ranks, "mixed")
     model = make_model(ranks, torch.float64, tied=True)
 
     def forward(model: Any, batch: Any, row: int) -> Any:
-        context = make_context(ranks, collator, batch, row, ASKED)
+        context = make_context(batch, row, ASKED)
         with scoring_output_layer(model, context):
             output = model(**packed_inputs(ranks, batch, row))
         return output, lambda output: {
@@ -160,9 +160,9 @@ def test_the_output_layer_of_a_scaling_model_is_refused() -> None:
 
 
 def _refuse(ranks: Ranks) -> None:
-    collator, batch = make_batch(ranks, "mixed")
+    batch = make_batch(ranks, "mixed")
     model = make_model(ranks, torch.float32, tied=False)
-    context = make_context(ranks, collator, batch, 0, ASKED)
+    context = make_context(batch, 0, ASKED)
     for name in ("mtp_num_layers", "use_mup"):
         setattr(model.config, name, 1)
         with pytest.raises(InvalidInputError, match=name), scoring_output_layer(model, context):
@@ -170,4 +170,4 @@ def _refuse(ranks: Ranks) -> None:
         setattr(model.config, name, None)
     del batch["candidates"]
     with pytest.raises(InvalidInputError, match="candidates"):
-        make_context(ranks, collator, batch, 0, ASKED)
+        make_context(batch, 0, ASKED)

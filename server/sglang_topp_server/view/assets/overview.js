@@ -91,16 +91,16 @@ function names(pairs, total, most = 4) {
   return shown.join(" · ") + (pairs.length > most ? ` · ${pairs.length - most} more` : "");
 }
 
-function sentence({ missing, start, off_1: off1, off_10: off10, ratios_known: known, replayed }) {
+function sentence({ missing, off_1: off1, off_10: off10, ratios_known: known }, { start, replayed }) {
   if (missing) {
     return ["bad", `${count(missing, "generated token")} without a candidate set. Do not train on them.`];
   }
-  if (start === null) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
+  if (!start) return ["neutral", "Every generated token has its set. The kept mass is unknown."];
   const given = known ? "" : " for a trainer with the same weights";
   const shares = `${percent(off1)} are off by more than 1\u00a0%, and ${percent(off10)} by more than 10\u00a0%`;
-  const after = isMissing(replayed) ? "" : ` With replay, they start at ${fixed(replayed, 3)}.`;
+  const after = replayed ? ` With replay, they start at ${fixed(replayed.mean, 3)}.` : "";
   const needsReplay = off1 >= 0.01;
-  const text = `Without replay, ratios start at ${fixed(start, 3)} on average${given} (should be 1): ${shares}.`;
+  const text = `Without replay, ratios start at ${fixed(start.mean, 3)} on average${given} (should be 1): ${shares}.`;
   return [needsReplay ? "warn" : "good", text + after + (needsReplay ? " Replay the sets." : "")];
 }
 
@@ -118,7 +118,7 @@ function equalGroups(run) {
 
 function verdictOf(run) {
   const { verdict: facts, metrics } = run;
-  const [kind, text] = sentence(facts);
+  const [kind, text] = sentence(facts, metrics);
   const unknown = facts.without_logprobs ? `, ${count(facts.without_logprobs, "set")} without log-probs` : "";
   const ratios = facts.ratios_known ? `by the trainer's log-probs for ${count(facts.ratios_known, "token")}` : "by the kept mass";
   const [equal, groups] = equalGroups(run);
@@ -127,7 +127,7 @@ function verdictOf(run) {
     ["tokens", whole(facts.tokens), facts.appended ? `${whole(facts.appended)} of them from tools` : "all generated"],
     groups > 0 && ["equal rewards", `${whole(equal)} of ${whole(groups)}`, "groups without an advantage"],
     ["mean set size", fixed(metrics.sizes?.mean, 1), `median ${whole(facts.median_size)}, p99 ${whole(facts.p99_size)}`],
-    ["mean kept mass", fixed(facts.mean_mass), `over ${count(facts.sets, "set")}${unknown}`],
+    ["mean kept mass", fixed(metrics.mass?.mean), `over ${count(facts.sets, "set")}${unknown}`],
     ["off by > 1 %", percent(facts.off_1), ratios],
     ["missing sets", whole(facts.missing), "must be 0"],
     ["weight versions", whole(facts.versions.length), `tokens of ${names(facts.versions, sum(facts.versions.map(([, number]) => number)), 3)}`],
