@@ -271,7 +271,7 @@ def main() -> int:
                     runs[-1]["seconds"] = round(time.monotonic() - started)
                     print(*kind, f"{runs[-1]['seconds']} s", file=sys.stderr, flush=True)
                     if args.results is not None:
-                        args.results.write_text(json.dumps(runs, indent=1) + "\n")
+                        args.results.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
     show(runs)
     if args.plot is not None:
         plot(runs, args.plot)
