@@ -98,7 +98,7 @@ def _entropy(sets: CandidateSets) -> float:
     ids = len(power) * _bits(power) + power.sum()
     logprobs = len(exponents) * (_bits(exponents) + 23)
     order = sum(math.lgamma(size + 1) for size in sets.sizes.tolist()) / math.log(2)
-    sampled = -(sets.sampled_logprobs - sets.logprob_sum).sum() / math.log(2)
+    sampled = -(sets.sampled_logprobs - sets.log_kept_mass).sum() / math.log(2)
     return float(ids + logprobs - order + len(sets) * _bits(sets.sizes) + sampled)
 
 

@@ -201,7 +201,7 @@ def measure(policy: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[
         "entropy": -(new_TV.exp() * new_TV).sum(1).mean().item(),
         "kl_to_start": (new_TV.exp() * (new_TV - start_TV)).sum(1).mean().item(),
         "candidates": float(sets.sizes.mean()),
-        "kept_mass": float(np.exp(sets.logprob_sum).mean()),
+        "kept_mass": float(np.exp(sets.log_kept_mass).mean()),
     }
 
 

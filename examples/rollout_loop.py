@@ -148,7 +148,7 @@ def show_positions(prompt: str, rollout: Rollout, tokenizer: PreTrainedTokenizer
         shown[at] = f"[{shown[at]}]"
         others = len(shown) - 6 - (at >= 6)
         shown = shown[:6] + [shown[at]] * (at >= 6) + [f"… {others} more"] * (others > 0)
-        print(f"{np.exp(rollout.candidates.logprob_sum[t]):>9.4f}  {'  '.join(shown)}")
+        print(f"{np.exp(rollout.candidates.log_kept_mass[t]):>9.4f}  {'  '.join(shown)}")
     print()
 
 

@@ -125,7 +125,7 @@ def ratios(
     Without replay, the numerator of a token's ratio is the trainer's probability of the token over the whole
     vocabulary, `exp(new)`. With replay, the numerator is the trainer's probability over the candidate set,
     `exp(masked_new)`. In both histograms, the denominator is the sampler's probability of the token over the
-    candidate set, `exp(old - sets.logprob_sum)`. `sets.logprob_sum` is the log of the kept mass.
+    candidate set, `exp(old - sets.log_kept_mass)`. `sets.log_kept_mass` is the log of the kept mass.
 
     Args:
         new: float [T], the trainer's log-probs of the T tokens over the whole vocabulary.
@@ -139,7 +139,7 @@ def ratios(
         InvalidInputError: the lengths differ, all sets are empty, or the sets have no log-probs.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    drawn_with = _floats("old", old, sets) - sets.logprob_sum
+    drawn_with = _floats("old", old, sets) - sets.log_kept_mass
     shown = [("without replay", _floats("new", new, sets), _ORANGE)]
     if masked_new is not None:
         shown.append(("with replay", _floats("masked_new", masked_new, sets), _BLUE))
@@ -184,7 +184,7 @@ def _values(name: str, sets: CandidateSets) -> NDArray[Any]:
         return sets.sizes
     if name == "entropy":
         return sets.entropy
-    mass: NDArray[np.float64] = np.exp(sets.logprob_sum.astype(np.float64))
+    mass: NDArray[np.float64] = np.exp(sets.log_kept_mass.astype(np.float64))
     return mass
 
 

@@ -49,7 +49,7 @@ def _facts(rollout: Rollout) -> str:
     elif (sizes := sets.sizes[sets.sizes > 0]).size:
         facts.append(f"sets of {sizes.mean():.1f} on average, {sizes.max():,} at most")
         if sets.has_logprobs:
-            mass = np.exp(sets.logprob_sum[sets.sizes > 0].astype(np.float64))
+            mass = np.exp(sets.log_kept_mass[sets.sizes > 0].astype(np.float64))
             facts.append(f"kept mass {mass.mean():.4f} on average, {mass.min():.4f} at least")
     if rollout.weight_version is not None:
         facts.append(f"weights {rollout.weight_version}")
@@ -66,7 +66,7 @@ def _token(rollout: Rollout, t: int) -> str:
     color = 0.0
     shares = [""] * len(token_ids[:_MAX_CANDIDATES])
     if logprobs is not None:
-        mass = float(np.exp(np.float64(sets.logprob_sum[t])))
+        mass = float(np.exp(np.float64(sets.log_kept_mass[t])))
         title += f", kept mass {mass:.4f}"
         color = float(np.clip((_SURE - mass) / (_SURE - _CUT), 0, 1)) ** 0.5
         shares = [f" {share:.4f}" for share in np.exp(logprobs[:_MAX_CANDIDATES].astype(np.float64))]

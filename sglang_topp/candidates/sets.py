@@ -80,7 +80,7 @@ class CandidateSets:
         >>> token_ids, logprobs = sets[0]
         >>> token_ids, np.exp(logprobs).round(2)
         (array([5, 3], dtype=int32), array([0.5, 0.3], dtype=float32))
-        >>> np.exp(sets.logprob_sum).round(2)  # the kept mass
+        >>> np.exp(sets.log_kept_mass).round(2)  # the kept mass
         array([0.8, 0.9], dtype=float32)
     """
 
@@ -131,7 +131,7 @@ class CandidateSets:
 
         Raises:
             InvalidInputError: the sets have no log-probs (`has_logprobs` is False). For such sets,
-                `logprob_sum` and `sampled_logprobs` raise InvalidInputError too.
+                `log_kept_mass` and `sampled_logprobs` raise InvalidInputError too.
         """
         if self._logprobs is None:
             raise InvalidInputError(
@@ -175,27 +175,27 @@ class CandidateSets:
         return _read_only(np.diff(self.offsets))
 
     @cached_property
-    def logprob_sum(self) -> Float32Array:
+    def log_kept_mass(self) -> Float32Array:
         """float32 [T]: the natural log of each set's total probability (its kept mass), summed in float64.
 
-        For an empty set, `logprob_sum` is 0, as if the whole vocabulary were kept. For a set with one
-        candidate, `logprob_sum` is exactly that candidate's log-prob.
+        For an empty set, `log_kept_mass` is 0, as if the whole vocabulary were kept. For a set with one
+        candidate, `log_kept_mass` is exactly that candidate's log-prob.
         """
         return _read_only(self._log_mass.astype(np.float32))
 
     @cached_property
     def _log_mass(self) -> NDArray[np.float64]:
-        """float64 [T]: `logprob_sum` before it is rounded to float32."""
+        """float64 [T]: `log_kept_mass` before it is rounded to float32."""
         return csr.log_sum_exp(self.logprobs, self.offsets)
 
     @cached_property
     def masked_logprobs(self) -> Float32Array:
-        """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - logprob_sum`.
+        """float32 [T]: the sampled token's log-prob within its set, `sampled_logprobs - log_kept_mass`.
 
         If the trainer scores over the same sets, use `masked_logprobs` as the old log-probs of the importance
         ratio. At a position with one candidate or none, `masked_logprobs` is exactly 0.
         """
-        masked = self.sampled_logprobs - self.logprob_sum
+        masked = self.sampled_logprobs - self.log_kept_mass
         return _read_only(np.where(self.sizes > 1, masked, np.float32(0)))
 
     @cached_property
@@ -349,7 +349,7 @@ class CandidateSets:
         """Return the candidates that `self` and `other` share, with the log-probs of `self`, if any.
 
         `self` and `other` must have the same sampled tokens, so the result contains all sampled tokens. The
-        result's `logprob_sum` is the log of the total probability of the shared candidates.
+        result's `log_kept_mass` is the log of the total probability of the shared candidates.
 
         Raises:
             InvalidInputError: `self` and `other` differ in length, in sampled tokens, or in the positions of

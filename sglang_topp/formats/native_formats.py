@@ -222,9 +222,9 @@ def decode_sampling_mask(
     With `return_sampling_mask`, SGLang returns log-probs `r` that are renormalized over the mask. In mode
     `"support"` with `return_logprob`, SGLang also reports the log-prob of the sampled token `s` over the
     whole vocabulary. The decoder computes each candidate's log-prob over the whole vocabulary from `r` and
-    `logprob[s]`. `logprob_sum` is the log of the mask's total probability::
+    `logprob[s]`. `log_kept_mass` is the log of the mask's total probability::
 
-        logprob[i] = r[i] + (logprob[s] - r[s])         logprob_sum = logprob[s] - r[s]
+        logprob[i] = r[i] + (logprob[s] - r[s])         log_kept_mass = logprob[s] - r[s]
 
     The sets have no log-probs in three cases: the mode is `"selected"`, the request did not set
     `return_logprob`, or the answer is from vLLM. In mode `"selected"`, `output_token_sampling_logprobs` holds

@@ -140,7 +140,7 @@ def replay_metrics(
         ratios = np.exp(log_ratios)
     sizes, kept_mass = candidates.sizes[counts], float("nan") if counts.any() else 0.0
     if candidates.has_logprobs:
-        kept_mass = float(np.exp(candidates.logprob_sum[counts], dtype=np.float64).sum())
+        kept_mass = float(np.exp(candidates.log_kept_mass[counts], dtype=np.float64).sum())
     judged = forced = 0.0
     if p is not None:
         thresholds = to_numpy(p).astype(np.float64)

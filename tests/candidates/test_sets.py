@@ -92,13 +92,13 @@ def test_positions_and_slices():
 def test_derived_values_match_their_formulas(sets):
     for t, (ids, logprobs) in enumerate(sets):
         if not len(ids):
-            assert sets.logprob_sum[t] == 0
+            assert sets.log_kept_mass[t] == 0
             assert sets.sampled_logprobs[t] == 0
             continue
         expected = np.logaddexp.reduce(logprobs.astype(np.float64))
-        np.testing.assert_allclose(sets.logprob_sum[t], expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(sets.log_kept_mass[t], expected, rtol=1e-6, atol=1e-6)
         assert sets.sampled_logprobs[t] == logprobs[ids.tolist().index(sets.sampled_ids[t])]
-    for values in (sets.logprob_sum, sets.sampled_logprobs):
+    for values in (sets.log_kept_mass, sets.sampled_logprobs):
         assert values.dtype == np.float32
         assert values.shape == (len(sets),)
 
@@ -106,12 +106,12 @@ def test_derived_values_match_their_formulas(sets):
 def test_a_set_of_one_has_its_own_logprob_as_sum():
     logprobs = np.linspace(-40, 0, 50, dtype=np.float32)
     sets = CandidateSets(np.arange(50), logprobs, np.arange(51), np.arange(50))
-    assert np.array_equal(sets.logprob_sum, logprobs)
+    assert np.array_equal(sets.log_kept_mass, logprobs)
 
 
 def test_sums_far_below_zero_and_over_impossible_tokens():
     sets = of({3: -2000.0, 4: -2000.0}, {1: -1.0, 2: -np.inf}, {1: -1.0, 2: LOWEST}, sampled=[4, 2, 2])
-    np.testing.assert_allclose(sets.logprob_sum, [-2000 + np.log(2), -1, -1], rtol=1e-6)
+    np.testing.assert_allclose(sets.log_kept_mass, [-2000 + np.log(2), -1, -1], rtol=1e-6)
     assert sets.sampled_logprobs.tolist() == [-2000.0, -np.inf, LOWEST]
 
 
@@ -129,7 +129,7 @@ def test_arrays_are_views_and_read_only():
         assert given_.flags.writeable
         with pytest.raises(ValueError, match="read-only"):
             mine[0] = 0
-    for derived in (sets.sizes, sets.logprob_sum, sets.sampled_logprobs, sets[0][0], sets[0:1].token_ids):
+    for derived in (sets.sizes, sets.log_kept_mass, sets.sampled_logprobs, sets[0][0], sets[0:1].token_ids):
         with pytest.raises(ValueError, match="read-only"):
             derived[0] = 0
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -220,7 +220,7 @@ def test_intersection_keeps_this_ones_values_and_the_sampled_token():
     top_p, top_k = of(A, {}, B, C), of({5: -0.6, 9: -1.2, 8: -3.0}, {}, B, {1: -0.8})
     both = top_p.intersect(top_k)
     assert both == of({5: -0.5, 9: -1.0}, {}, B, {1: -0.75})
-    assert both.logprob_sum[3] == np.float32(-0.75)
+    assert both.log_kept_mass[3] == np.float32(-0.75)
     assert CandidateSets.empty(2).intersect(CandidateSets.empty(2)) == CandidateSets.empty(2)
 
 
@@ -305,7 +305,7 @@ def test_reading_unknown_logprobs_raises():
     sets = masks([2, 5], [], [7])
     assert not sets.has_logprobs
     assert repr(sets) == "CandidateSets(positions=3, candidates=3, mean_size=1.0, no log-probs)"
-    for name in ("logprobs", "logprob_sum", "sampled_logprobs"):
+    for name in ("logprobs", "log_kept_mass", "sampled_logprobs"):
         with pytest.raises(InvalidInputError, match="logprobs: these candidate sets have none, because"):
             getattr(sets, name)
     assert [logprobs for _, logprobs in sets] == [None] * 3
@@ -318,7 +318,7 @@ def test_without_a_candidate_nothing_is_unknown():
     assert masks([], []) == CandidateSets.empty(2)
     nothing = masks([2, 5], [], [7])[1:2]
     assert nothing.has_logprobs
-    assert nothing.logprob_sum.tolist() == [0.0]
+    assert nothing.log_kept_mass.tolist() == [0.0]
     assert nothing.to_lists() == ([[]], [[]])
 
 

@@ -57,7 +57,7 @@ def test_old_logprobs_have_one_definition(extended, fakes):
             replayed_old_logprobs(rollout.candidates, output_ids=rollout.output_ids).numpy().view(np.int32),
         )
         np.testing.assert_array_equal(
-            rollout.masked_logprobs, rollout.logprobs - rollout.candidates.logprob_sum
+            rollout.masked_logprobs, rollout.logprobs - rollout.candidates.log_kept_mass
         )
 
 

@@ -95,14 +95,14 @@ def test_first_ratios(bias: ModuleType, client: RolloutClient, start: Path, way:
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     rollouts = bias.roll_out(client, ["a", "b", "c", "d"], 0.7, sets=True)
     sets = CandidateSets.concat([rollout.candidates for rollout in rollouts])
-    kept_mass = float(np.exp(sets.logprob_sum).mean())
+    kept_mass = float(np.exp(sets.log_kept_mass).mean())
     assert kept_mass < 0.9
     value, measures = bias.loss(way, policy, rollouts, torch.ones(len(rollouts)))
     assert measures["ratio"] == pytest.approx(kept_mass if way == "without" else 1, abs=1e-4)
     assert measures["clipped"] == 0  # a positive advantage clips only ratios above 1.2
     assert -value.item() == pytest.approx(1 if way == "replay" else kept_mass, abs=1e-4)
     _, measures = bias.loss(way, policy, rollouts, -torch.ones(len(rollouts)))
-    below = np.exp(sets.logprob_sum) < 1 - bias.CLIP
+    below = np.exp(sets.log_kept_mass) < 1 - bias.CLIP
     assert measures["clipped"] == pytest.approx(below.mean() if way == "without" else 0, abs=1e-3)
 
 

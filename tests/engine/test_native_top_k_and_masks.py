@@ -136,7 +136,7 @@ def test_support_logprobs_become_those_of_the_whole_distribution(
             q = whole_distribution(meta_info["output_top_logprobs"][t])
             np.testing.assert_allclose(logprobs, q[ids], atol=3e-6)
             np.testing.assert_allclose(
-                sets.logprob_sum[t], np.log(np.exp(q[ids].astype(float)).sum()), atol=3e-6
+                sets.log_kept_mass[t], np.log(np.exp(q[ids].astype(float)).sum()), atol=3e-6
             )
 
 

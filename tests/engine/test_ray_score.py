@@ -69,5 +69,5 @@ def test_a_lost_node_loses_no_part_and_a_restart_skips_finished_ones(engine: Eng
         assert new.candidates.sampled_ids.tolist() == old.output_ids.tolist()
         # Another batch may round differently.
         assert np.allclose(new.logprobs, score.logprobs, atol=1e-4)
-        assert np.allclose(new.candidates.logprob_sum, score.candidates.logprob_sum, atol=1e-2)
+        assert np.allclose(new.candidates.log_kept_mass, score.candidates.log_kept_mass, atol=1e-2)
         assert replace(new, candidates=None).finish_reason == old.finish_reason

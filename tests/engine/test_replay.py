@@ -57,7 +57,7 @@ def test_ratios_are_one(engine: Engine, model_path: Path, top_p: float, temperat
     # Without the mask, the ratios are off by exactly the kept mass.
     full = scores["from logits"].full_logprobs
     assert full is not None
-    kept_mass = torch.tensor(sets.logprob_sum).exp()
+    kept_mass = torch.tensor(sets.log_kept_mass).exp()
     torch.testing.assert_close((full - old).exp(), kept_mass, rtol=1e-4, atol=1e-5)
 
     metrics = replay_metrics(scores["from hidden states"].logprobs.detach(), old, sets, p=top_p)

@@ -208,7 +208,7 @@ def test_prompt_sets(engine: Engine, start: int, max_new_tokens: int) -> None:
         assert sets.sizes[0] == 0
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
-        assert (np.exp(sets.logprob_sum[1:]) >= 0.8 - 1e-5).all()
+        assert (np.exp(sets.log_kept_mass[1:]) >= 0.8 - 1e-5).all()
         checked_sets(answer, 0.8)
 
 

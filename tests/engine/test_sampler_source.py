@@ -69,9 +69,9 @@ def test_sets_are_sglangs_own_mask_on_every_row(engine: Engine) -> None:
             if takes("sampling_logprobs_mode"):
                 drawn_with = dict(zip(native[t], renormalized[t], strict=True))
                 expected = [drawn_with[i] for i in token_ids.tolist()]
-                found = logprobs - sets.logprob_sum[t]
+                found = logprobs - sets.log_kept_mass[t]
             else:  # in 0.5.20, of the sampled token alone
-                expected, found = renormalized[t], sets.sampled_logprobs[t] - sets.logprob_sum[t]
+                expected, found = renormalized[t], sets.sampled_logprobs[t] - sets.log_kept_mass[t]
             np.testing.assert_allclose(found, expected, atol=2e-5)
         sizes += sets.sizes.tolist()
     assert min(sizes) == 1
@@ -158,7 +158,7 @@ def test_nothing_outside_is_ever_drawn_and_what_is_inside_is(engine: Engine, fil
     assert count == 10_240
     token_ids, logprobs = one[0]
     assert set(drawn) <= set(token_ids.tolist())
-    probs = np.exp(logprobs.astype(np.float64) - one.logprob_sum[0])
+    probs = np.exp(logprobs.astype(np.float64) - one.log_kept_mass[0])
     for token, prob in zip(token_ids.tolist(), probs, strict=True):
         # Five standard deviations. Every token with a probability above 0.001 is drawn.
         spread = 5 * np.sqrt(prob * (1 - prob) / count)

@@ -77,7 +77,7 @@ def test_sets_are_the_support_that_verification_drew_from(speculative: Engine, t
             assert token_id == answer["output_ids"][t]
             ids, logprobs = sets[t]
             assert set(ids.tolist()) == set(np.flatnonzero(probs).tolist()), f"position {t} of {filters[i]}"
-            np.testing.assert_allclose(np.exp(logprobs - sets.logprob_sum[t]), probs[ids], atol=1e-4)
+            np.testing.assert_allclose(np.exp(logprobs - sets.log_kept_mass[t]), probs[ids], atol=1e-4)
     assert {1, 2, 3} <= lengths, "verifications accept runs of many lengths"
 
 
@@ -164,7 +164,7 @@ def test_ratios_are_one_with_the_sets_and_not_without(
             scores = score(states, weight, ids[len(rollout.prompt_ids) :], rollout.candidates)
         old = replayed_old_logprobs(rollout.candidates, output_ids=rollout.output_ids)
         assert ((scores.logprobs - old).exp() - 1).abs().max() < 1e-3
-        assert (np.exp(np.array(rollout.candidates.logprob_sum)) < 0.999).any()
+        assert (np.exp(np.array(rollout.candidates.log_kept_mass)) < 0.999).any()
 
 
 def test_greedy_answers_are_those_without_speculation(speculative: Engine, engine: Engine) -> None:

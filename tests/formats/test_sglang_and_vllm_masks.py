@@ -78,9 +78,9 @@ def test_support_logprobs_become_those_under_the_vocabulary(made: Any) -> None:
         assert sorted(ids.tolist()) == sorted(rows[t])
         expected = [math.log(rows[t][i] / total) for i in ids.tolist()]
         np.testing.assert_allclose(logprobs, expected, rtol=1e-6, atol=2e-6)
-        np.testing.assert_allclose(sets.logprob_sum[t], math.log(sum(rows[t].values()) / total), atol=2e-6)
+        np.testing.assert_allclose(sets.log_kept_mass[t], math.log(sum(rows[t].values()) / total), atol=2e-6)
         within = math.log(rows[t][sampled[t]] / sum(rows[t].values()))
-        np.testing.assert_allclose(sets.sampled_logprobs[t] - sets.logprob_sum[t], within, atol=3e-6)
+        np.testing.assert_allclose(sets.sampled_logprobs[t] - sets.log_kept_mass[t], within, atol=3e-6)
 
 
 @given(distributions(), st.sampled_from(["selected", "not reported", "ids alone", "vLLM"]))

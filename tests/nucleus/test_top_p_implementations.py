@@ -280,7 +280,7 @@ def test_result_constructs_candidate_sets():
     ids, values, offsets = top_p_candidates(model_like(3, 9_000), 0.9, sampled)
     sets = CandidateSets(ids.numpy(), values.numpy(), offsets.numpy(), sampled.numpy())
     assert sets.sampled_ids.tolist() == [5, 6, 7]
-    assert (sets.logprob_sum >= np.log(np.float32(0.9))).all()
+    assert (sets.log_kept_mass >= np.log(np.float32(0.9))).all()
 
 
 # -- invalid input ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_is_the_candidate_sets_own_value():
         sets = random_sets([SINGLE, EMPTY, 2, 7, 300] * 4, 500, seed=seed)
         got = replayed_old_logprobs(sets, output_ids=sets.sampled_ids).numpy()
         assert got.tobytes() == sets.masked_logprobs.tobytes()
-        want = sets.sampled_logprobs - sets.logprob_sum
+        want = sets.sampled_logprobs - sets.log_kept_mass
         want[sets.sizes < 2] = 0.0
         assert got.tobytes() == want.tobytes()
 

@@ -35,6 +35,7 @@ from sglang_topp_client.rollout import (
     Score,
     Seconds,
     TokenIds,
+    TokenRanges,
     WeightSpan,
     WeightSpans,
     check_result,
@@ -111,6 +112,11 @@ _JSON: dict[Any, JsonField] = {
         Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
     ),
     WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+    TokenRanges: JsonField(
+        list[tuple[Count, Count]],
+        lambda ranges: [list(one) for one in ranges],
+        lambda _, ranges: tuple(ranges),
+    ),
 }
 _ARRAYS = (TokenIds, Logprobs, CandidateSets)
 

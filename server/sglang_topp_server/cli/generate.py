@@ -148,7 +148,7 @@ def _table(rollout: Rollout, texts: TokenTexts | None) -> str:
         ["probability", *(f"{probability:.4f}" for probability in np.exp(rollout.logprobs))],
     ]
     if (sets := rollout.candidates) is not None:
-        masses = np.exp(sets.logprob_sum.astype(np.float64))
+        masses = np.exp(sets.log_kept_mass.astype(np.float64))
         if len(sets):
             facts.append(f"mean kept mass {masses.mean():.4f}")
             facts.append(f"candidates per token: mean {sets.sizes.mean():.1f}, largest {sets.sizes.max():,}")

@@ -78,7 +78,7 @@ def token_metrics(scored: ScoredRollout) -> dict[str, NDArray[Any]]:
     sizes = np.zeros(num_tokens, np.int64) if sets is None else sets.sizes
     mass = entropy = masked = unknown
     if sets is not None and sets.has_logprobs:
-        mass = np.where(sizes > 0, np.exp(sets.logprob_sum.astype(np.float64)), np.nan)
+        mass = np.where(sizes > 0, np.exp(sets.log_kept_mass.astype(np.float64)), np.nan)
         entropy = np.where(sizes > 0, sets.entropy, np.nan)
         masked = np.where(sizes > 0, sets.masked_logprobs.astype(np.float64), np.nan)
 

@@ -214,7 +214,7 @@ def test_a_type_that_is_not_an_error_class_is_a_server_error(name):
 
 
 def test_sets_of_another_threshold_are_refused(rollout):
-    kept = float(np.exp(rollout.candidates.logprob_sum).min())
+    kept = float(np.exp(rollout.candidates.log_kept_mass).min())
     check_result(rollout, p=kept - 1e-6)
     for p in (kept + 0.02, 0.99):
         with pytest.raises(errors.WireError, match=r"^candidates: add up to a mass of 0\.\d+ at position"):

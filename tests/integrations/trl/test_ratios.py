@@ -72,7 +72,7 @@ def test_over_the_vocabulary_the_ratio_is_the_kept_mass(trained: tuple[Any, Reco
         if not each.is_fresh:
             continue
         ratios = (each.full_logprobs - each.old_logprobs)[each.mask].double().exp().numpy()
-        mass = np.exp(np.concatenate([sets.logprob_sum for sets in each.sets]).astype(np.float64))
+        mass = np.exp(np.concatenate([sets.log_kept_mass for sets in each.sets]).astype(np.float64))
         assert ratios.mean() == pytest.approx(mass.mean(), abs=1e-3)
         assert ratios.mean() < 0.9
         assert np.mean(np.abs(ratios - 1) > 0.1) > 0.5
