@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from tiny_model import make_trained_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import to_frame
@@ -66,7 +67,7 @@ def main() -> int:
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer = Tokenizer.from_file(str(Path(model_path, "tokenizer.json")))
 
     # `masked_logprobs` holds each generated token's log-prob, renormalized over the set that the sampler drew
     # from.
@@ -136,13 +137,14 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     return sampled.numpy(), (sampled - kept_mass.log()).numpy()
 
 
-def show_positions(prompt: str, rollout: Rollout, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+def show_positions(prompt: str, rollout: Rollout, tokenizer: Tokenizer, count: int) -> None:
     """Print the first positions' candidates with their probabilities. The sampled token is in brackets."""
     assert rollout.candidates is not None
     print(f"{prompt} …\nkept mass  candidates")
     for t in range(min(count, len(rollout.output_ids))):
         token_ids, logprobs = rollout.candidates[t]
-        texts = [tokenizer.decode([i]).strip() or repr(tokenizer.decode([i])) for i in token_ids.tolist()]
+        decoded = [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids.tolist()]
+        texts = [text.strip() or repr(text) for text in decoded]
         shown = [f"{text} {np.exp(logprob):.2f}" for text, logprob in zip(texts, logprobs, strict=True)]
         at = token_ids.tolist().index(rollout.output_ids[t])
         shown[at] = f"[{shown[at]}]"
