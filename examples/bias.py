@@ -1,347 +1,359 @@
-"""Train a small policy with and without replay, and measure its gradients' bias, its reward, and its KL.
+"""Train with GRPO on the real engine: with replay, without, and with truncated importance sampling alone.
 
-The policy is a small network that predicts the next token from the last token alone. The generated tokens
-form a Markov chain with few states, so dynamic programming computes the exact expected reward and the exact
-gradient of this reward. The script also estimates gradients from samples, and compares these estimates with
-the exact gradients. Candidate sets and scores come from `sglang_topp`.
+The task is to close brackets. Ten letters open them, and capitals close them, as in "c a A b d D B C". A
+small transformer learns from right texts, until some of the texts that it writes are right. GRPO then rewards
+each text that closes every bracket and has the right length. The real SGLang samples at top-p, and the
+candidate sets and the scores come from `sglang_topp`. Every batch of rollouts gets several optimizer steps of
+PPO's clipped loss. The three losses (`WAYS`) have an importance ratio exp(new - old). M is the kept mass, the
+total probability of a token's candidate set::
 
-The script trains the policy with four losses (`WAYS`). Each loss has an importance ratio exp(new - old):
-`new` is a token's log-prob under the current policy, and `old` is its log-prob when it was sampled. Each loss
-normalizes `new` and `old` over the candidate sets or over the vocabulary. M is the total probability of a
-token's candidate set. The last column is the ratio before the first optimizer step of a batch, when new and
-old log-probs come from the same policy::
-
-    loss          new log-probs         old log-probs         first ratio
+    loss          new log-probs         old log-probs         ratio before the first step of a batch
     replay        over the sets         over the sets         1
     without       over the vocabulary   over the sets         M
-    uncorrected   over the vocabulary   over the vocabulary   1
     truncated IS  over the vocabulary   over the vocabulary   1
 
 "truncated IS" also multiplies each token's loss by min(p / q, 2). p and q are the token's probabilities in
-the rollout: p under the policy, and q under the sampler.
+the rollout: p under the policy, and q under the sampler. TRL applies this weight only to rollouts of vLLM, so
+the example calls the functions on which the adapter for TRL stands, in a loop of its own.
 
-Run the script in one of these ways::
+    python examples/bias.py --results bias.json --plot bias.png     # 45 runs: hours on two cores
+    python examples/bias.py --top-p 0.9 --seeds 2 --steps 20        # a short look
 
-    python examples/bias.py                     # minutes on two cores; prints a table
-    python examples/bias.py --short             # seconds
-    python examples/bias.py --plot bias.png
+A command that was interrupted continues from its file of results.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from rollout_loop import serve
+from scipy import stats
+from tiny_model import make_trained_model
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from sglang_topp import CandidateSets
-from sglang_topp.nucleus import top_p_candidates
-from sglang_topp.replay import replayed_old_logprobs, score_logits
+from sglang_topp.replay import replayed_old_logprobs, score
+from sglang_topp_client import Rollout, RolloutClient
 
-WAYS = ("replay", "without", "uncorrected", "truncated IS")
-VOCAB, LENGTH = 48, 24
-CLIP, LARGEST_WEIGHT = 0.2, 2.0
-MINI_BATCHES = 4  # optimizer steps per batch of rollouts; the ratios change after the first step
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """N trajectories of T tokens: the state before each token, each token, and one reward per trajectory."""
-
-    states_NT: Tensor
-    targets_NT: Tensor
-    rewards_N: Tensor
+WAYS = ("replay", "without", "truncated IS")
+KINDS = tuple("abcdefghij")
+PAIRS, OPENED = 8, 3  # the brackets of a text, and how many of them the prompt opens
+PROMPTS, GROUP = 32, 8  # per batch of rollouts: prompts, and samples of each
+UPDATES = 4  # optimizer steps per batch of rollouts, each on a quarter of it
+TRAINING_STEPS = 800
+CLIP, LARGEST_WEIGHT, LEARNING_RATE = 0.2, 2.0, 3e-4
 
 
-class Task:
-    """The rewards in [0, 1] for every pair of a token and the next token. Most of the rewards are low."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.reward_VV = torch.rand(VOCAB, VOCAB, generator=generator) ** 4
-
-    def exact_reward(self, transitions_VV: Tensor) -> Tensor:
-        """Return the exact expected reward per token of a Markov chain that starts at token 0."""
-        state_V = torch.zeros(VOCAB)
-        state_V[0] = 1
-        total = torch.zeros(())
-        for _ in range(LENGTH):
-            total = total + (state_V[:, None] * transitions_VV * self.reward_VV).sum()
-            state_V = state_V @ transitions_VV
-        return total / LENGTH
-
-    def visits(self, transitions_VV: Tensor) -> Tensor:
-        """Return [V]: for each token, the expected share of a trajectory's steps that start at this token."""
-        state_V = torch.zeros(VOCAB)
-        state_V[0] = 1
-        total_V = torch.zeros(VOCAB)
-        for _ in range(LENGTH):
-            total_V += state_V / LENGTH
-            state_V = state_V @ transitions_VV
-        return total_V
+# -- the task --------------------------------------------------------------------------------------
 
 
-def make_policy(seed: int) -> nn.Module:
-    """Return a network that maps states [B] to logits [B, V], as peaked as a language model's logits."""
-    torch.manual_seed(seed)
-    policy = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCAB))
-    with torch.no_grad():
-        policy[-1].weight *= 5
-    return policy
+def random_prompt(rng: random.Random) -> str:
+    """Return a text that opens `OPENED` brackets, such as "c a b"."""
+    return " ".join(rng.choices(KINDS, k=OPENED))
 
 
-def all_logits(policy: nn.Module) -> Tensor:
-    """Return the logits [V, V] of the next token (column) after each token (row)."""
-    return policy(torch.arange(VOCAB))
+def right_texts(count: int) -> list[str]:
+    """Return random texts for which `is_right` holds."""
+    rng, texts = random.Random(0), []
+    for _ in range(count):
+        text = random_prompt(rng).split()
+        opened, num_opened = list(text), OPENED
+        while opened or num_opened < PAIRS:
+            if num_opened < PAIRS and (not opened or rng.random() < 0.5):
+                opened.append(rng.choice(KINDS))
+                text.append(opened[-1])
+                num_opened += 1
+            else:
+                text.append(opened.pop().upper())
+        texts.append(" ".join(text))
+    return texts
 
 
-def nucleus_mask(logits_VV: Tensor, top_p: float) -> Tensor:
-    """Return bool [V, V]: whether the sampler may draw a token (column) after another token (row)."""
-    token_ids, _, offsets = top_p_candidates(torch.log_softmax(logits_VV.detach(), 1), top_p)
-    mask_VV = torch.zeros(VOCAB, VOCAB, dtype=torch.bool)
-    mask_VV[torch.repeat_interleave(offsets.diff()), token_ids.long()] = True
-    return mask_VV
+def is_right(text: str) -> bool:
+    """Return whether the text has `PAIRS` pairs of brackets, and closes what was opened last first."""
+    opened: list[str] = []
+    for bracket in text.split():
+        if bracket in KINDS:
+            opened.append(bracket)
+        elif not opened or bracket != opened.pop().upper():
+            return False
+    return not opened and len(text.split()) == 2 * PAIRS
 
 
-def sampler(logits_VV: Tensor, mask_VV: Tensor) -> Tensor:
-    """Return the probabilities [V, V] from which the sampler draws, differentiable in the logits."""
-    return logits_VV.masked_fill(~mask_VV, -torch.inf).softmax(1)
+def roll_out(client: RolloutClient, prompts: Sequence[str], top_p: float, *, sets: bool) -> list[Rollout]:
+    """Sample `GROUP` continuations of each prompt."""
+    return client.generate(
+        prompts,
+        {"top_p": top_p, "temperature": 1.0, "n": GROUP, "max_new_tokens": 2 * PAIRS},
+        top_logprobs_source="sampler" if sets else None,
+    )
 
 
-@torch.no_grad()
-def roll_out(task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator) -> Rollouts:
-    """Sample trajectories from the policy at `top_p`."""
-    logits_VV = all_logits(policy)
-    probabilities_VV = sampler(logits_VV, nucleus_mask(logits_VV, top_p))
-    state_N = torch.zeros(num, dtype=torch.int64)
-    states, targets = [], []
-    for _ in range(LENGTH):
-        next_N = torch.multinomial(probabilities_VV[state_N], 1, generator=generator)[:, 0]
-        states.append(state_N)
-        targets.append(next_N)
-        state_N = next_N
-    states_NT, targets_NT = torch.stack(states, 1), torch.stack(targets, 1)
-    return Rollouts(states_NT, targets_NT, task.reward_VV[states_NT, targets_NT].mean(1))
+def rewards_of(rollouts: Sequence[Rollout], prompts: Sequence[str]) -> Tensor:
+    """Return [prompts, GROUP]: 1 for each text that is right, else 0."""
+    right = [is_right(prompts[rollout.prompt_index] + rollout.text) for rollout in rollouts]
+    return torch.tensor(right, dtype=torch.float32).reshape(-1, GROUP)
 
 
-@torch.no_grad()
-def candidate_sets(policy: nn.Module, rollouts: Rollouts, top_p: float) -> CandidateSets:
-    """Return the candidate set of each token, as the engine would report the set."""
-    logprobs_VV = torch.log_softmax(all_logits(policy), 1)
-    targets = rollouts.targets_NT.flatten()
-    arrays = top_p_candidates(logprobs_VV[rollouts.states_NT.flatten()], top_p, targets)
-    return CandidateSets(*(array.numpy() for array in arrays), targets.int().numpy())
+# -- the losses ------------------------------------------------------------------------------------
 
 
-def loss(way: str, logits_TV: Tensor, targets_T: Tensor, sets: CandidateSets, advantage_T: Tensor) -> Tensor:
-    """Return PPO's clipped loss, averaged over tokens. `way` is one of the four losses in `WAYS`."""
+def hidden_states(policy: PreTrainedModel, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
+    """Return the state before each generated token [T, H], and the token ids [T], rollout after rollout."""
+    ids = [np.concatenate([rollout.prompt_ids, rollout.output_ids]) for rollout in rollouts]
+    rows = [torch.from_numpy(each).long() for each in ids]
+    starts = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])[:, None]
+    ends = torch.tensor([len(row) for row in rows])[:, None]
+    ids_BS = pad_sequence(rows, batch_first=True)  # on the right, where no token of a row looks
+    at_S = torch.arange(1, ids_BS.shape[1])
+    generated_BS = (at_S >= starts) & (at_S < ends)
+    return policy.model(ids_BS).last_hidden_state[:, :-1][generated_BS], ids_BS[:, 1:][generated_BS]
+
+
+def loss(
+    way: str, policy: PreTrainedModel, rollouts: Sequence[Rollout], advantages_B: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Return PPO's clipped loss, averaged over tokens, its mean ratio, and the share of clipped tokens."""
+    states_TH, targets_T = hidden_states(policy, rollouts)
+    sets = CandidateSets.concat([rollout.candidates for rollout in rollouts])
     drawn_with_T = replayed_old_logprobs(sets, output_ids=targets_T)
-    reported_T = torch.from_numpy(sets.sampled_logprobs.copy())
-    new_T = score_logits(logits_TV, targets_T, sets if way == "replay" else None).logprobs
-    ratio_T = (new_T - (drawn_with_T if way in ("replay", "without") else reported_T)).exp()
-    gain_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage_T)
+    reported_T = torch.tensor(sets.sampled_logprobs)
+    head = policy.lm_head.weight
+    new_T = score(states_TH, head, targets_T, sets if way == "replay" else None).logprobs
+    ratio_T = (new_T - (reported_T if way == "truncated IS" else drawn_with_T)).exp()
+    advantage_T = advantages_B.repeat_interleave(torch.tensor([len(r.output_ids) for r in rollouts]))
+    free_T, clipped_T = ratio_T * advantage_T, ratio_T.clamp(1 - CLIP, 1 + CLIP) * advantage_T
+    gain_T = torch.minimum(free_T, clipped_T)
     if way == "truncated IS":
         gain_T = gain_T * (reported_T - drawn_with_T).exp().clamp(max=LARGEST_WEIGHT)
-    return -gain_T.mean()
+    measures = {"ratio": ratio_T.mean().item(), "clipped": (clipped_T < free_T).float().mean().item()}
+    return -gain_T.mean(), measures
 
 
-def gradient(value: Tensor, policy: nn.Module) -> Tensor:
-    """Return the gradient of `value` with respect to all parameters of the policy, as one vector."""
-    parts = torch.autograd.grad(value, list(policy.parameters()))
-    return torch.cat([part.flatten() for part in parts])
-
-
-def gradient_cosines(
-    task: Task, policy: nn.Module, top_p: float, num: int, generator: torch.Generator
-) -> dict[str, dict[str, float]]:
-    """Return, for each loss in `WAYS`, the cosines of its negative gradient with two exact gradients.
-
-    All four losses use the same trajectories, `num` in all. The result maps the name of each loss to two
-    cosines, with the keys `sampled` and `policy`. The cosine `sampled` compares the loss's negative gradient
-    with the gradient of the sampler's expected reward. The gradient of the sampler's expected reward treats
-    the current candidate sets as constants. The cosine `policy` compares the loss's negative gradient with
-    the gradient of the expected reward at top-p 1.
-    """
-    logits_VV = all_logits(policy)
-    mask_VV = nucleus_mask(logits_VV, top_p)
-    everything = torch.ones_like(mask_VV)
-    exact = {
-        "sampled": gradient(task.exact_reward(sampler(logits_VV, mask_VV)), policy),
-        "policy": gradient(task.exact_reward(sampler(all_logits(policy), everything)), policy),
-    }
-    rollouts = roll_out(task, policy, top_p, num, generator)
-    sets = candidate_sets(policy, rollouts, top_p)
-    advantage_NT = (rollouts.rewards_N - rollouts.rewards_N.mean())[:, None].expand(-1, LENGTH)
-    cosines: dict[str, dict[str, float]] = {}
-    for way in WAYS:
-        logits_TV = all_logits(policy)[rollouts.states_NT.flatten()]
-        estimate = -gradient(
-            loss(way, logits_TV, rollouts.targets_NT.flatten(), sets, advantage_NT.flatten()), policy
-        )
-        cosines[way] = {
-            name: float(torch.cosine_similarity(estimate, other, dim=0)) for name, other in exact.items()
-        }
-    return cosines
-
-
-@torch.no_grad()
-def measure(task: Task, policy: nn.Module, first_VV: Tensor, top_p: float) -> dict[str, float]:
-    """Return the exact reward at `top_p` and at top-p 1, two KLs in nats per token, and the mean set size.
-
-    `kl_sampler_to_policy` is KL(sampler || policy). `kl_to_first_policy` is KL(policy || first policy). Both
-    KLs and the set size are averages over states, weighted by how often the sampler visits each state.
-    """
-    logits_VV = all_logits(policy)
-    mask_VV = nucleus_mask(logits_VV, top_p)
-    transitions_VV, logprobs_VV = sampler(logits_VV, mask_VV), torch.log_softmax(logits_VV, 1)
-    visits_V = task.visits(transitions_VV)
-    kept_V = (logprobs_VV.exp() * mask_VV).sum(1)
-    from_first_V = (logprobs_VV.exp() * (logprobs_VV - torch.log_softmax(first_VV, 1))).sum(1)
-    return {
-        "reward": float(task.exact_reward(transitions_VV)),
-        "reward_at_top_p_1": float(task.exact_reward(logprobs_VV.exp())),
-        "kl_sampler_to_policy": float(-(visits_V * kept_V.log()).sum()),
-        "kl_to_first_policy": float((visits_V * from_first_V).sum()),
-        "candidates": float((visits_V * mask_VV.sum(1)).sum()),
-    }
+# -- one run ---------------------------------------------------------------------------------------
 
 
 def train(
-    way: str, top_p: float, seed: int, *, steps: int, trajectories: int
-) -> Iterator[tuple[nn.Module, dict[str, float]]]:
-    """Yield the policy and the result of `measure` before each training step, and after the last step."""
-    task, policy = Task(seed), make_policy(seed)
-    first_VV = all_logits(policy).detach()
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-4)
-    for _ in range(steps):
-        yield policy, measure(task, policy, first_VV, top_p)
-        rollouts = roll_out(task, policy, top_p, trajectories, generator)
-        sets = candidate_sets(policy, rollouts, top_p)
-        rewards_N = rollouts.rewards_N
-        advantage_NT = ((rewards_N - rewards_N.mean()) / (rewards_N.std() + 1e-6))[:, None].expand(-1, LENGTH)
-        rows = trajectories // MINI_BATCHES
-        for start in range(0, trajectories, rows):
-            part, tokens = slice(start, start + rows), slice(start * LENGTH, (start + rows) * LENGTH)
-            optimizer.zero_grad()
-            logits_TV = all_logits(policy)[rollouts.states_NT[part].flatten()]
-            targets_T = rollouts.targets_NT[part].flatten()
-            loss(way, logits_TV, targets_T, sets[tokens], advantage_NT[part].flatten()).backward()
-            optimizer.step()
-    yield policy, measure(task, policy, first_VV, top_p)
-
-
-def run(
-    top_ps: Sequence[float], seeds: Sequence[int], *, steps: int, trajectories: int, estimates: int
+    client: RolloutClient, model_path: Path, way: str, top_p: float, seed: int, *, steps: int, estimates: int
 ) -> dict[str, Any]:
-    """Train a policy for each loss, threshold, and seed. Return the training curves and the gradient cosines.
+    """Train a policy for `steps` batches of rollouts, and return its history.
 
-    Only the training runs with the loss "replay" measure the cosines, at four steps of each run.
+    The runs with replay also measure `gradient_cosines` from `estimates` prompts, before the first batch,
+    halfway, and at the end.
     """
-    curves: list[dict[str, Any]] = []
-    cosines: list[dict[str, Any]] = []
-    for top_p in top_ps:
-        for seed in seeds:
-            for way in WAYS:
-                history = []
-                for step, (policy, measures) in enumerate(
-                    train(way, top_p, seed, steps=steps, trajectories=trajectories)
-                ):
-                    history.append(measures)
-                    if way == "replay" and step in (0, steps // 10, steps // 3, steps):
-                        at = gradient_cosines(
-                            Task(seed), policy, top_p, estimates, torch.Generator().manual_seed(1000 + seed)
-                        )
-                        cosines.append({"top_p": top_p, "seed": seed, "step": step, "cosines": at})
-                curves.append({"top_p": top_p, "seed": seed, "way": way, "history": history})
-    return {"steps": steps, "curves": curves, "cosines": cosines}
+    policy, start = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32) for _ in range(2))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
+    # All ways train on the same prompts.
+    rng, rng_of_estimates = random.Random(seed), random.Random(1000 + seed)
+    name = f"{way}, top-p {top_p}, seed {seed}"
+    torch.manual_seed(seed)
+    history, cosines = [], {}
+    for step in range(steps + 1):
+        client.push_weights(policy, version=f"{name}, step {step}")
+        if way == "replay" and step in (0, steps // 2, steps):
+            prompts = [random_prompt(rng_of_estimates) for _ in range(estimates)]
+            cosines[str(step)] = gradient_cosines(client, policy, top_p, prompts)
+        prompts = [random_prompt(rng) for _ in range(PROMPTS)]
+        rollouts = roll_out(client, prompts, top_p, sets=True)
+        assert {rollout.weight_version for rollout in rollouts} == {f"{name}, step {step}"}
+        rewards = rewards_of(rollouts, prompts)
+        measures = {"reward": rewards.mean().item()} | measure(policy, start, rollouts)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+        updates = []
+        for rows in torch.randperm(len(rollouts)).chunk(UPDATES):
+            optimizer.zero_grad()
+            value, of_update = loss(way, policy, [rollouts[i] for i in rows], advantages.flatten()[rows])
+            updates.append(of_update)
+            if step < steps:  # after the last step, the loss is only measured
+                value.backward()
+                optimizer.step()
+        measures["first_ratio"] = updates[0]["ratio"]
+        measures |= {name: float(np.mean([each[name] for each in updates])) for name in updates[0]}
+        history.append(measures)
+    prompts = [random_prompt(rng) for _ in range(4 * PROMPTS)]
+    at_top_p_1 = rewards_of(roll_out(client, prompts, 1.0, sets=False), prompts).mean().item()
+    run = {"way": way, "top_p": top_p, "seed": seed, "history": history, "reward_at_top_p_1": at_top_p_1}
+    return run | {"cosines": cosines}
+
+
+@torch.no_grad()
+def measure(policy: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return means over the generated tokens: entropy and KL in nats over the vocabulary, and the sets."""
+    new_TV, start_TV = (
+        torch.log_softmax(model.lm_head(hidden_states(model, rollouts)[0]), 1) for model in (policy, start)
+    )
+    sets = CandidateSets.concat([rollout.candidates for rollout in rollouts])
+    return {
+        "entropy": -(new_TV.exp() * new_TV).sum(1).mean().item(),
+        "kl_to_start": (new_TV.exp() * (new_TV - start_TV)).sum(1).mean().item(),
+        "candidates": float(sets.sizes.mean()),
+        "kept_mass": float(np.exp(sets.log_kept_mass).mean()),
+    }
+
+
+def gradient_cosines(
+    client: RolloutClient, policy: PreTrainedModel, top_p: float, prompts: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Return, for each loss, the cosines of its first gradient with two unbiased estimates of a gradient.
+
+    "sampler" is the gradient of the expected reward at `top_p`, in which the candidate sets are constants,
+    and "policy" that at top-p 1. Each estimate has its own rollouts, so noise keeps every cosine below 1.
+    """
+
+    def batch(top_p: float, *, sets: bool) -> tuple[list[Rollout], Tensor]:
+        rollouts = roll_out(client, prompts, top_p, sets=sets)
+        rewards = rewards_of(rollouts, prompts)
+        return rollouts, (rewards - rewards.mean(1, keepdim=True)).flatten()
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.cat([part.flatten() for part in torch.autograd.grad(value, list(policy.parameters()))])
+
+    # At top-p 1, the ratio is 1, and the gradient of the ratio that of the log-prob.
+    rollouts, advantages = batch(1.0, sets=False)
+    states, targets = hidden_states(policy, rollouts)
+    lengths = torch.tensor([len(rollout.output_ids) for rollout in rollouts])
+    logprobs = score(states, policy.lm_head.weight, targets).logprobs
+    unbiased = {
+        "sampler": gradient(loss("replay", policy, *batch(top_p, sets=True))[0]),
+        "policy": gradient(-(logprobs * advantages.repeat_interleave(lengths)).mean()),
+    }
+    same = batch(top_p, sets=True)
+    of_ways = {way: gradient(loss(way, policy, *same)[0]) for way in WAYS}
+    return {
+        way: {name: torch.cosine_similarity(mine, other, dim=0).item() for name, other in unbiased.items()}
+        for way, mine in of_ways.items()
+    }
+
+
+# -- all runs --------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Run the example, print the tables, and return 0."""
+    """Run the example, print its table, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="one seed and a few steps")
-    parser.add_argument("--steps", type=int, default=100, help="training steps (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--top-p", type=float, nargs="+", default=[0.7, 0.9, 0.95], help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (%(default)s)")
+    parser.add_argument("--steps", type=int, default=75, help="batches of rollouts per run (%(default)s)")
+    parser.add_argument("--estimates", type=int, default=512, help="prompts per gradient (%(default)s)")
+    parser.add_argument("--results", type=Path, help="write every run to this file, and continue from it")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file (needs matplotlib)")
     args = parser.parse_args()
-    if args.short:
-        results = run((0.8,), (0,), steps=24, trajectories=64, estimates=4096)
-    else:
-        results = run((0.8, 0.95), (0, 1, 2), steps=args.steps, trajectories=128, estimates=16384)
-    show(results)
-    if args.json is not None:
-        args.json.write_text(json.dumps(results) + "\n")
+    disable_progress_bar()
+    lengths = {"steps": args.steps, "estimates": args.estimates}
+    runs: list[dict[str, Any]] = []
+    if args.results is not None and args.results.exists():
+        runs = json.loads(args.results.read_text())
+        if any(run | lengths != run for run in runs):
+            parser.error(f"--results: the runs in {args.results} have another --steps or --estimates")
+    kinds = [(way, top_p, seed) for seed in range(args.seeds) for top_p in args.top_p for way in WAYS]
+    done = [(run["way"], run["top_p"], run["seed"]) for run in runs]
+    if missing := [kind for kind in kinds if kind not in done]:
+        with tempfile.TemporaryDirectory() as folder:
+            model_path = make_trained_model(folder, right_texts(10_000), steps=TRAINING_STEPS)
+            with serve(model_path) as (_, engine_url), RolloutClient(engine_url) as client:
+                for kind in missing:
+                    started = time.monotonic()
+                    runs.append(train(client, model_path, *kind, **lengths) | lengths)
+                    runs[-1]["seconds"] = round(time.monotonic() - started)
+                    print(*kind, f"{runs[-1]['seconds']} s", file=sys.stderr, flush=True)
+                    if args.results is not None:
+                        args.results.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+    show(runs)
     if args.plot is not None:
-        plot(results, args.plot)
+        plot(runs, args.plot)
     return 0
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print the cosines and measures, averaged over the seeds, with the range of each measure."""
-    print("cosine of the expected gradient with the exact one: of the sampled reward | of the policy's")
-    print(f"{'top-p':>6}{'step':>6}  " + "".join(f"{way:>18}" for way in WAYS))
-    for top_p, step in sorted({(each["top_p"], each["step"]) for each in results["cosines"]}):
-        chosen = [
-            each["cosines"] for each in results["cosines"] if (each["top_p"], each["step"]) == (top_p, step)
-        ]
-        cells = [
-            f"{np.mean([c[way]['sampled'] for c in chosen]):.3f} | "
-            f"{np.mean([c[way]['policy'] for c in chosen]):.3f}"
-            for way in WAYS
-        ]
-        print(f"{top_p:>6}{step:>6}  " + "".join(f"{cell:>18}" for cell in cells))
-    names = ("reward", "reward_at_top_p_1", "kl_sampler_to_policy", "kl_to_first_policy", "candidates")
-    for top_p in sorted({curve["top_p"] for curve in results["curves"]}):
-        print(f"\nafter {results['steps']} steps at top-p {top_p}")
-        print(f"{'':<14}" + "".join(f"{name:>26}" for name in names))
-        for way in ("before", *WAYS):
-            histories = [
-                curve["history"]
-                for curve in results["curves"]
-                if curve["top_p"] == top_p and curve["way"] == (WAYS[0] if way == "before" else way)
-            ]
-            values = [
-                [history[0 if way == "before" else -1][name] for history in histories] for name in names
-            ]
-            cells = [f"{np.mean(v):.3f} ({min(v):.3f} .. {max(v):.3f})" for v in values]
-            print(f"{way:<14}" + "".join(f"{cell:>26}" for cell in cells))
+def mean_and_band(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean over the seeds, and half the width of its 95 % confidence interval (Student's t)."""
+    if len(values) == 1:
+        return values[0], float("nan")
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return float(np.mean(values)), float(half)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot the reward and KL(sampler || policy) over the steps, with one line per loss and seed."""
+MEASURES = {
+    "reward": "reward of the sampler",
+    "entropy": "entropy, nats",
+    "kl_to_start": "KL to the start, nats",
+    "clipped": "share of clipped tokens",
+    "ratio": "mean ratio",
+    "first_ratio": "first ratio",
+    "candidates": "candidates",
+    "kept_mass": "kept mass",
+}
+LAST = 5  # batches over which the table averages at the end of a run
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Print a Markdown table for each top-p: the measures at the start and at the end, and the cosines."""
+    for top_p in sorted({run["top_p"] for run in runs}):
+        of_way = {way: [run for run in runs if (run["top_p"], run["way"]) == (top_p, way)] for way in WAYS}
+        rows = {
+            f"{label}, {when}": [
+                [np.mean([batch[name] for batch in run["history"][part]]) for run in of_way[way]]
+                for way in WAYS
+            ]
+            for name, label in MEASURES.items()
+            for when, part in (("first batch", slice(1)), (f"last {LAST}", slice(-LAST, None)))
+        }
+        rows["reward at top-p 1, end"] = [[run["reward_at_top_p_1"] for run in of_way[way]] for way in WAYS]
+        for step, to in itertools.product(of_way["replay"][0]["cosines"], ("sampler", "policy")):
+            rows[f"cosine with the gradient of the {to}, batch {step}"] = [
+                [run["cosines"][step][way][to] for run in of_way["replay"]] for way in WAYS
+            ]
+        print(f"\n| top-p {top_p}, seeds: {len(of_way['replay'])} | {' | '.join(WAYS)} |")
+        print("|---" * (1 + len(WAYS)) + "|")
+        for label, cells in rows.items():
+            pairs = [mean_and_band(cell) for cell in cells]
+            shown = [f"{mean:.3f}" + ("" if np.isnan(half) else f" ± {half:.3f}") for mean, half in pairs]
+            print(f"| {label} | {' | '.join(shown)} |")
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot the measures over the batches: the mean over the seeds, and its band."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    top_ps = sorted({curve["top_p"] for curve in results["curves"]})
-    figure, axes = plt.subplots(2, len(top_ps), figsize=(5 * len(top_ps), 6), sharex=True, squeeze=False)
+    top_ps = sorted({run["top_p"] for run in runs})
+    names = ("reward", "entropy", "kl_to_start", "clipped", "ratio")
+    figure, axes = plt.subplots(
+        len(names), len(top_ps), figsize=(4.5 * len(top_ps), 2.2 * len(names)), sharex=True, squeeze=False
+    )
+    for (row, name), (column, top_p) in itertools.product(enumerate(names), enumerate(top_ps)):
+        ax = axes[row, column]
+        for way, color in zip(WAYS, ("#0072b2", "#e69f00", "#009e73"), strict=True):
+            curves = [
+                [measures[name] for measures in run["history"]]
+                for run in runs
+                if (run["top_p"], run["way"]) == (top_p, way)
+            ]
+            means, halves = np.array([mean_and_band(values) for values in zip(*curves, strict=True)]).T
+            ax.plot(means, color=color, label=way)
+            ax.fill_between(range(len(means)), means - halves, means + halves, color=color, alpha=0.2, lw=0)
+        ax.set_ylabel(MEASURES[name])
     for column, top_p in enumerate(top_ps):
-        for row, (name, label) in enumerate(
-            [("reward", "exact reward per token"), ("kl_sampler_to_policy", "KL(sampler || policy), nats")]
-        ):
-            ax = axes[row, column]
-            for index, way in enumerate(WAYS):
-                for curve in results["curves"]:
-                    if (curve["top_p"], curve["way"]) == (top_p, way):
-                        values = [measures[name] for measures in curve["history"]]
-                        named = {"label": way} if curve["seed"] == 0 else {}
-                        ax.plot(values, color=f"C{index}", alpha=0.8, linewidth=1.2, **named)
-            ax.set_ylabel(label)
-            ax.set_title(f"top-p {top_p}")
+        axes[0, column].set_title(f"top-p {top_p}")
+        axes[-1, column].set_xlabel("batches of rollouts")
     axes[0, 0].legend()
-    for ax in axes[-1]:
-        ax.set_xlabel("step")
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=60)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Roll out at top-p, score the same tokens again, and compare the importance ratios without and with replay.
 
-The model has random weights, and is created when the example starts. The real SGLang serves the model, the
-client decodes the candidate sets, and a transformers forward pass acts as the trainer. SGLang and the trainer
-use the same weights, so correct importance ratios are 1. With replay, they are 1 up to rounding. Without
-replay, each ratio is the total probability of its token's set.
+The example first trains a small model on simple English. The real SGLang serves it, the client decodes the
+candidate sets, and a transformers forward pass acts as the trainer. Both use the same weights, so correct
+importance ratios are 1. With replay, they are 1 up to rounding. Without replay, each ratio is the total
+probability of its token's set.
 
     python examples/rollout_loop.py            # about two minutes, mostly the start of SGLang
     python examples/rollout_loop.py --help
@@ -23,13 +23,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_model import make_tiny_model
+from tiny_model import make_trained_model
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import to_frame
 
-PROMPTS = ["Once upon a time", "The answer is", "def main():", "Dear reader,"]
+PROMPTS = [
+    "The cat sat on the",
+    "What is the capital of France? The answer is",
+    "Once upon a time",
+    "One fox",
+]
 OFF = 0.1  # the output calls a ratio "off" if it differs from 1 by more than this value
 TOLERANCE = 1e-3  # SGLang and transformers round float32 values differently
 
@@ -43,12 +49,12 @@ def main() -> int:
     parser.add_argument("--top-p", type=float, default=0.8, help="threshold of the sampler (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="per prompt (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per sample (%(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=151_936, help="of the model (%(default)s)")
+    parser.add_argument("--model-path", type=Path, help="your own model, instead of the trained one")
     args = parser.parse_args()
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        model_path = make_tiny_model(folder, vocab_size=args.vocab_size, logit_std=7.0)
+        model_path = args.model_path or make_trained_model(folder)
         with serve(model_path) as (sidecar_url, _), RolloutClient(sidecar_url) as client:
             ready = time.monotonic()
             # -- a trainer makes this call in every step -----------------------------------------------
@@ -61,6 +67,7 @@ def main() -> int:
         rolled_out = time.monotonic()
         trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         scores = [score(trainer, rollout) for rollout in rollouts]
+        tokenizer = Tokenizer.from_file(str(Path(model_path, "tokenizer.json")))
 
     # `masked_logprobs` holds each generated token's log-prob, renormalized over the set that the sampler drew
     # from.
@@ -68,7 +75,8 @@ def main() -> int:
     without = np.exp(np.concatenate([full for full, _ in scores]) - behavior)
     replayed = np.exp(np.concatenate([masked for _, masked in scores]) - behavior)
 
-    show_positions(rollouts[0], count=6)
+    for prompt, rollout in zip(PROMPTS[:2], rollouts[:: args.samples], strict=False):
+        show_positions(prompt, rollout, tokenizer, count=6)
     show_sizes(rollouts)
     print(f"\nimportance ratios over {len(behavior)} tokens, top-p {args.top_p}")
     print(f"{'':<28}{'mean':>8}{'off by over 10 %':>20}")
@@ -129,22 +137,21 @@ def score(model: PreTrainedModel, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     return sampled.numpy(), (sampled - kept_mass.log()).numpy()
 
 
-def show_positions(rollout: Rollout, count: int) -> None:
+def show_positions(prompt: str, rollout: Rollout, tokenizer: Tokenizer, count: int) -> None:
     """Print the first positions' candidates with their probabilities. The sampled token is in brackets."""
     assert rollout.candidates is not None
-    print("position  kept mass  candidates")
+    print(f"{prompt} …\nkept mass  candidates")
     for t in range(min(count, len(rollout.output_ids))):
         token_ids, logprobs = rollout.candidates[t]
-        sampled = int(rollout.output_ids[t])
-        shown = [
-            f"[{i} {np.exp(logprob):.3f}]" if i == sampled else f"{i} {np.exp(logprob):.3f}"
-            for i, logprob in zip(token_ids.tolist(), logprobs, strict=True)
-        ]
-        more = [f"… {len(shown) - 6} more"] if len(shown) > 6 else []
-        sampled_at = token_ids.tolist().index(sampled)
-        if sampled_at >= 6:
-            more = ["…", shown[sampled_at], *more]
-        print(f"{t:>8}  {np.exp(rollout.candidates.log_kept_mass[t]):>9.4f}  {'  '.join(shown[:6] + more)}")
+        decoded = [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids.tolist()]
+        texts = [text.strip() or repr(text) for text in decoded]
+        shown = [f"{text} {np.exp(logprob):.2f}" for text, logprob in zip(texts, logprobs, strict=True)]
+        at = token_ids.tolist().index(rollout.output_ids[t])
+        shown[at] = f"[{shown[at]}]"
+        others = len(shown) - 6 - (at >= 6)
+        shown = shown[:6] + [shown[at]] * (at >= 6) + [f"… {others} more"] * (others > 0)
+        print(f"{np.exp(rollout.candidates.log_kept_mass[t]):>9.4f}  {'  '.join(shown)}")
+    print()
 
 
 def show_sizes(rollouts: list[Rollout]) -> None:
@@ -153,7 +160,7 @@ def show_sizes(rollouts: list[Rollout]) -> None:
     sizes = np.concatenate([each.sizes for each in sets])
     num_bytes = sum(len(to_frame(rollout)) for rollout in rollouts)
     print(
-        f"\ncandidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
+        f"candidates per token: mean {sizes.mean():.1f}, median {np.median(sizes):.0f},"
         f" p99 {np.percentile(sizes, 99):.0f}; {num_bytes / len(sizes):.0f} bytes per token on the wire"
     )
 

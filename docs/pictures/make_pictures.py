@@ -2,18 +2,17 @@
 
 `make pictures` runs this script. matplotlib and `sglang_topp_client.plots` draw the plots. Chromium, which
 `.ci/browser` installs, takes screenshots of the HTML page that `sglang-topp view` writes. The script needs no
-engine: it samples tokens itself, from small models, with a fixed seed.
+engine: it samples tokens itself, from a small trained model, with a fixed seed.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -21,10 +20,10 @@ import numpy as np
 import torch
 from PIL import Image
 from playwright.sync_api import sync_playwright
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_trained_model
 from sglang_topp import CandidateSets
 from sglang_topp.nucleus import top_p_candidates
 from sglang_topp.replay import score
@@ -46,9 +45,10 @@ def main() -> int:
     plt.rcParams |= {"axes.spines.right": False, "figure.constrained_layout.use": True}
     draw_one_set()
     draw_drift()
-    draw_demo()
     with tempfile.TemporaryDirectory() as folder:
-        take_screenshots(Path(folder))
+        model_path = make_trained_model(Path(folder, "model"))
+        draw_demo(model_path)
+        take_screenshots(model_path, Path(folder))
     made = sorted(path for path in TARGET.iterdir() if path.suffix in (".svg", ".png"))
     for path in made:
         print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB")
@@ -118,32 +118,46 @@ def draw_drift() -> None:
 # -- the demo's model ------------------------------------------------------------------------------
 
 
-def draw_demo() -> None:
-    """Sample 2,048 tokens from a small random model, and draw their ratios, kept mass, and set sizes."""
-    prompt, num_samples, length = [3, 1, 4, 1, 5], 32, 64
+@torch.no_grad()
+def sample(model: Any, prompt_ids: list[int], top_p: float, num: int, length: int) -> list[CandidateSets]:
+    """Sample `num` continuations of a prompt, as SGLang's sampler would, and return their candidate sets."""
     generator = torch.Generator().manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        path = make_tiny_model(folder, vocab_size=32_000, logit_std=7.0)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        ids = torch.tensor([prompt] * num_samples)
-        by_step = []
-        for _ in range(length):
-            logprobs = torch.log_softmax(model(ids, logits_to_keep=1).logits[:, 0], 1)
-            kept, values, offsets = top_p_candidates(logprobs, 0.8)
-            spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
-            drawn = [torch.multinomial(values[a:b].exp(), 1, generator=generator).item() for a, b in spans]
-            sampled = torch.tensor([kept[a + at] for (a, _), at in zip(spans, drawn, strict=True)])
-            by_step.append(
-                CandidateSets(kept.numpy(), values.numpy(), offsets.numpy(), sampled.int().numpy())
-            )
-            ids = torch.cat([ids, sampled[:, None].long()], 1)
-        # The trainer runs the model once over the whole sequences. `states` has the order of the sets: the
-        # first token of every sample, then the second token of every sample, and so on.
-        states = model.model(ids).last_hidden_state[:, len(prompt) - 1 : -1].transpose(0, 1).flatten(0, 1)
-        targets = ids[:, len(prompt) :].T.flatten()
-        sets = CandidateSets.concat(by_step)
-        full = score(states, model.lm_head.weight, targets).logprobs.numpy()
-        masked = score(states, model.lm_head.weight, targets, sets).logprobs.numpy()
+    ids = torch.tensor([prompt_ids] * num)
+    steps = []
+    for _ in range(length):
+        logprobs = torch.log_softmax(model(ids, logits_to_keep=1).logits[:, 0], 1)
+        kept, values, offsets = top_p_candidates(logprobs, top_p)
+        spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+        drawn = [torch.multinomial(values[a:b].exp(), 1, generator=generator).item() for a, b in spans]
+        sampled = torch.stack([kept[a + at] for (a, _), at in zip(spans, drawn, strict=True)])
+        arrays = (kept, values, offsets, sampled.int())
+        steps.append(CandidateSets(*(array.numpy() for array in arrays)))
+        ids = torch.cat([ids, sampled[:, None].long()], 1)
+    return [CandidateSets.concat([step[i : i + 1] for step in steps]) for i in range(num)]
+
+
+@torch.no_grad()
+def score_samples(
+    model: Any, prompt_ids: list[int], samples: list[CandidateSets]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each sample's log-probs under the model, over the vocabulary and over the candidate sets."""
+    scored = []
+    for sets in samples:
+        targets = torch.tensor(sets.sampled_ids).long()
+        ids = torch.cat([torch.tensor(prompt_ids), targets])
+        states = model.model(ids[None]).last_hidden_state[0, len(prompt_ids) - 1 : -1]
+        scores = score(states, model.lm_head.weight, targets, sets, full=True)
+        scored.append((scores.full_logprobs.numpy(), scores.logprobs.numpy()))
+    return scored
+
+
+def draw_demo(model_path: Path) -> None:
+    """Sample 2,048 tokens at top-p 0.8, and draw their ratios, kept mass, and set sizes."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    prompt_ids = AutoTokenizer.from_pretrained(model_path)("Once upon a time").input_ids
+    samples = sample(model, prompt_ids, top_p=0.8, num=32, length=64)
+    full, masked = map(np.concatenate, zip(*score_samples(model, prompt_ids, samples), strict=True))
+    sets = CandidateSets.concat(samples)
     plt.subplots(figsize=(7, 3.2))
     plots.ratios(full, sets.sampled_logprobs, sets, masked_new=masked)
     save("ratios.svg")
@@ -154,109 +168,67 @@ def draw_demo() -> None:
     _, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
     plots.kept_mass([Sampled()], left)
     plots.set_sizes([Sampled()], right)
-    right.set_ylim(1, right.get_ylim()[1] * 4)  # room for the legend
+    right.set_ylim(1, right.get_ylim()[1] * 30)  # room for the legend
     save("kept-mass.svg")
 
 
 # -- screenshots -----------------------------------------------------------------------------------
 
-
-class WordModel:
-    """A trigram model of the words in LICENSE: a policy that samples readable text."""
-
-    def __init__(self, weights: tuple[float, float, float]) -> None:
-        words = re.findall(r"[\w'-]+|[^\w\s]", (ROOT / "LICENSE").read_text())
-        self.vocab = sorted(set(words))
-        self._ids = {word: i for i, word in enumerate(self.vocab)}
-        self._weights = weights
-        ids = self.encode(words)
-        self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-        for before, last, following in zip(ids, ids[1:], ids[2:], strict=False):
-            for context in ((before, last), (last,), ()):
-                self._counts[context][following] += 1
-
-    def encode(self, words: list[str]) -> list[int]:
-        """Return the token ids of `words`. Each word must occur in the text of the file LICENSE."""
-        return [self._ids[word] for word in words]
-
-    def logprobs(self, ids: list[int]) -> np.ndarray:
-        """Return float32 [V]: the log-probs of the next word."""
-        q = np.full(len(self.vocab), 1e-9)
-        for weight, context in zip(self._weights, (tuple(ids[-2:]), tuple(ids[-1:]), ()), strict=True):
-            counts = self._counts[context]
-            for token_id, count in counts.items():
-                q[token_id] += weight * count / counts.total()
-        return np.log(q / q.sum()).astype(np.float32)
-
-    def write_tokenizer(self, path: Path) -> None:
-        """Write a byte-level `tokenizer.json`, in which each word and each punctuation mark is one token."""
-        vocab = {("" if re.match(r"[.,;:)]", word) else "Ġ") + word: i for i, word in enumerate(self.vocab)}
-        model = {"type": "BPE", "vocab": vocab, "merges": []}
-        decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        path.write_text(
-            json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model})
-        )
+PROMPTS = [
+    "Once upon a time",
+    "The cat sat on the",
+    "What is the capital of France? The answer is",
+    "One fox",
+]
 
 
-def sample(policy: WordModel, prompt: int, sample: int, rng: np.random.Generator) -> Rollout:
-    """Sample a rollout from `policy` at top-p 0.9, as SGLang's sampler would."""
-    prompts = [["the", "License"], ["Derivative", "Works"], ["the", "Work"], ["patent", "license"]]
-    prompt_ids = policy.encode(prompts[prompt])
-    ids, parts = list(prompt_ids), []
-    for _ in range(int(rng.integers(60, 160))):
-        kept, logprobs, offsets = top_p_candidates(torch.from_numpy(policy.logprobs(ids))[None], 0.9)
-        mass = logprobs.double().exp().numpy()
-        ids.append(int(rng.choice(kept.numpy(), p=mass / mass.sum())))
-        parts.append(CandidateSets(kept.numpy(), logprobs.numpy(), offsets.numpy(), [ids[-1]]))
-    sets, output_ids = CandidateSets.concat(parts), np.array(ids[len(prompt_ids) :], np.int32)
-    half = len(output_ids) // 2 if sample == 3 else 0  # a weight push in the middle of sample 3
-    words = [policy.vocab[i] for i in output_ids]
-    return Rollout(
-        prompt_index=prompt,
-        sample_index=sample,
-        request_id=f"{prompt}-{sample}",
-        prompt_ids=np.array(prompt_ids, np.int32),
-        output_ids=output_ids,
-        text="".join(word if re.match(r"[.,;:)]", word) else f" {word}" for word in words),
-        logprobs=sets.sampled_logprobs,
-        candidates=sets,
-        finish_reason="length" if sample else "stop",
-        weight_version="8",
-        cached_tokens=0,
-        latency_s=1.0,
-        top_logprobs_source="sampler",
-        weight_spans=(("7", half), ("8", len(output_ids) - half))
-        if sample == 3
-        else (("8", len(output_ids)),),
-        sampling_params={"temperature": 1.0, "top_p": 0.9},
-    )
+def sampled_rollouts(model_path: Path) -> Iterator[tuple[Rollout, np.ndarray, np.ndarray]]:
+    """Sample eight rollouts of four prompts at top-p 0.8, with the log-probs of a trainer in bfloat16."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    trainer = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+    for prompt_index, prompt in enumerate(PROMPTS):
+        prompt_ids = tokenizer(prompt).input_ids
+        samples = sample(policy, prompt_ids, top_p=0.8, num=8, length=64)
+        ends = [np.append(sets.sampled_ids, 0).tolist().index(0) + 1 for sets in samples]
+        samples = [sets[:end] for sets, end in zip(samples, ends, strict=True)]
+        scored = score_samples(trainer, prompt_ids, samples)
+        for at, (sets, (full, masked)) in enumerate(zip(samples, scored, strict=True)):
+            length = len(sets)
+            half = length // 2 if at == 3 else 0  # a weight push in the middle of sample 3
+            rollout = Rollout(
+                prompt_index=prompt_index,
+                sample_index=at,
+                request_id=f"{prompt_index}-{at}",
+                prompt_ids=np.array(prompt_ids, np.int32),
+                output_ids=sets.sampled_ids,
+                text=tokenizer.decode(sets.sampled_ids.tolist(), skip_special_tokens=True),
+                logprobs=sets.sampled_logprobs,
+                candidates=sets,
+                finish_reason="stop" if sets.sampled_ids[-1] == 0 else "length",
+                weight_version="8",
+                cached_tokens=0,
+                latency_s=1.0,
+                top_logprobs_source="sampler",
+                weight_spans=(("7", half), ("8", length - half)) if half else (("8", length),),
+                sampling_params={"temperature": 1.0, "top_p": 0.8},
+            )
+            yield rollout, full, masked
 
 
-def take_screenshots(folder: Path) -> None:
+def take_screenshots(model_path: Path, folder: Path) -> None:
     """Write the HTML page of sampled rollouts, and take screenshots of its first screen and token view."""
-    policy, trainer = WordModel((0.5, 0.46, 0.04)), WordModel((0.53, 0.44, 0.03))
-    rng = np.random.default_rng(0)
-    rollouts = [sample(policy, prompt, at, rng) for prompt in range(4) for at in range(8)]
-    new, masked = [], []
-    for rollout in rollouts:
-        ids, start = [*rollout.prompt_ids.tolist(), *rollout.output_ids.tolist()], len(rollout.prompt_ids)
-        rows = np.stack([trainer.logprobs(ids[:at]) for at in range(start, len(ids))])
-        drawn = rows[np.arange(len(rows)), rollout.output_ids]
-        mass = [np.logaddexp.reduce(row[rollout.candidates[t][0]]) for t, row in enumerate(rows)]
-        new.append(drawn)
-        masked.append((drawn - np.array(mass)).astype(np.float32))
+    rollouts, full, masked = zip(*sampled_rollouts(model_path), strict=True)
     save_rollouts(folder / "rollouts.parquet", rollouts)
-    rewards = [float(np.mean(rollout.output_ids % 2 == 0)) for rollout in rollouts]
     add_trainer_columns(
         folder / "rollouts.parquet",
         folder / "step-8.parquet",
-        trainer_logprobs=new,
+        trainer_logprobs=full,
         trainer_masked_logprobs=masked,
-        rewards=rewards,
+        rewards=[len(set(rollout.text.split())) / len(rollout.text.split()) for rollout in rollouts],
     )
-    policy.write_tokenizer(folder / "tokenizer.json")
     page_file = folder / "step-8.html"
-    texts = TokenTexts(folder / "tokenizer.json")
+    texts = TokenTexts(model_path)
     page_file.write_bytes(b"".join(page_of_files([folder / "step-8.parquet"], tokenizer=texts)))
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

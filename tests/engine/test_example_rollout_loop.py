@@ -1,4 +1,4 @@
-"""`examples/rollout_loop.py` with a smaller model: its replayed ratios are 1."""
+"""`examples/rollout_loop.py`: the candidates are the words that fit, and the replayed ratios are 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from examples.tiny_model import GRAMMAR
 from sglang_topp_patches.releases import Feature
 from tests.engine.start_servers import with_forks
 from tests.skip_missing_features import needs
@@ -18,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rollout_loop.py"
 @needs(Feature.SAMPLER_SOURCE)
 def test_the_replayed_ratios_are_one() -> None:
     ended = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--vocab-size", "4096", "--samples", "4", "--max-new-tokens", "32"],
+        [sys.executable, str(EXAMPLE), "--samples", "4", "--max-new-tokens", "32"],
         capture_output=True,
         text=True,
         env=with_forks(os.environ),
@@ -33,4 +34,12 @@ def test_the_replayed_ratios_are_one() -> None:
     mean, off = ratios["whole vocabulary"]
     assert 0.8 <= mean < 0.95
     assert off > 30
-    assert "[" in ended.stdout.splitlines()[1]  # the sampled token, marked
+    # Several words fit after "The cat sat on the", and one after the question.
+    after = {
+        prompt: re.findall(r"\[?(\w+) \d\.\d\d", candidates)
+        for prompt, candidates in re.findall(r"^(.*) …\n.*\n +\S+  (.*)$", ended.stdout, re.MULTILINE)
+    }
+    assert set(after["The cat sat on the"]) <= set(GRAMMAR["seat"])
+    assert len(after["The cat sat on the"]) >= 5
+    assert after["What is the capital of France? The answer is"] == ["Paris"]
+    assert ended.stdout.count("[") == 12  # the sampled token of each position, marked

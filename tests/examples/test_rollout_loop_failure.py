@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from sglang_topp import CandidateSets
 from sglang_topp_client import Rollout
 
@@ -35,6 +36,7 @@ def test_the_exit_status_is_that_of_the_ratios(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     shift: float,
     status: int,
 ) -> None:
@@ -60,6 +62,7 @@ def test_the_exit_status_is_that_of_the_ratios(
 
     for name, fake in (("serve", serve), ("RolloutClient", Client), ("score", score)):
         monkeypatch.setattr(example, name, fake)
-    monkeypatch.setattr(sys, "argv", ["rollout_loop.py", "--vocab-size", "300"])
+    model_path = str(make_tiny_model(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["rollout_loop.py", "--model-path", model_path])
     assert example.main() == status
     assert ("FAILED" in capsys.readouterr().out) == bool(status)
