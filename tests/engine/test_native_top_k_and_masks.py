@@ -185,7 +185,7 @@ def test_a_native_mask_is_replayed_and_batched(engine: Engine, model_path: Path)
     assert abs(replay_metrics(from_states.detach(), old, sets).summary()["replay/ratio_mean"] - 1) < 1e-5
     from_states.sum().backward()
     assert torch.isfinite(weight.grad).all()
-    with pytest.raises(InvalidInputError, match="these sets have no log-probs"):
+    with pytest.raises(InvalidInputError, match="logprobs: these candidate sets have none"):
         replayed_old_logprobs(sets)
 
 

@@ -140,7 +140,9 @@ def files_of(path: str | os.PathLike[str]) -> list[str]:
 
     Raises:
         OSError: the path cannot be read.
+        ModuleNotFoundError: pyarrow is not installed.
     """
+    pyarrow()
     if os.path.isdir(path):
         return sorted(os.path.join(path, name) for name in os.listdir(path) if PART_NAME.fullmatch(name))
     with open(path, "rb"):

@@ -63,7 +63,7 @@ class ServerConfig:
 
 def check_key(name: str, key: Any) -> None:
     """Raise InvalidInputError unless `key` is None or valid in an HTTP header. The message omits `key`."""
-    if key is not None and (key == "" or not _is_header_value(key)):
+    if key is not None and not (_is_header_value(key) and key):
         raise InvalidInputError(f"{name}: {_NO_HEADER_VALUE}")
 
 
