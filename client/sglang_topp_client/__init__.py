@@ -4,7 +4,7 @@ The package also exports every exception class. The module `sglang_topp.errors` 
 """
 
 from sglang_topp import errors
-from sglang_topp.errors import *  # noqa: F403
+from sglang_topp.errors import *  # noqa: F403  # every error is public here, and its `__all__` names them
 from sglang_topp_client.async_client import AsyncRolloutClient, GenerateOptions, ScoreOptions
 from sglang_topp_client.requests import (
     OnAbort,

@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar, get_args
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 from numpy.typing import NDArray
 
@@ -214,10 +215,11 @@ def convert(value: Any, kind: type[_T], *, field: str) -> _T:
 def _wire_error(error: msgspec.ValidationError, value: Any, kind: Any, field: str) -> WireError:
     """Return msgspec's error, with the path and the value of the field at fault."""
     problem, _, path = str(error).replace("`", "").partition(" - at $")
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    steps = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path)
+    for name, index in steps:
         try:
             value = value[name or int(index)]
-        except (TypeError, LookupError):
+        except (TypeError, LookupError, ValueError):  # "..." is any value of a dict
             break
     field = path.removeprefix(".") or field
     if named := re.fullmatch(r"Object (missing required|contains unknown) field (.*)", problem, re.DOTALL):
@@ -226,7 +228,23 @@ def _wire_error(error: msgspec.ValidationError, value: Any, kind: Any, field: st
             return WireError(inner, "missing, but required")
         return WireError(inner, f"no such field, expected one of {', '.join(kind.__struct_fields__)}")
     expected = "a finite number" if problem == "Number out of range" else problem.removeprefix("Expected ")
+    if problem.startswith("Invalid enum value"):
+        expected = f"one of {_choices(msgspec.inspect.type_info(kind), [name for name, _ in steps])}"
     return WireError(field, f"got {describe(value)}, expected {re.sub(', got .*$', '', expected)}")
+
+
+def _choices(kind: msgspec.inspect.Type, path: list[str]) -> str:
+    """List the values of the Literal at a path, in which "" stands for the elements of a list or dict."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return "".join(_choices(each, path) for each in kind.types)
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        return ", ".join(map(repr, kind.values))
+    if not path:
+        return ""
+    if isinstance(kind, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
+        return "".join(_choices(one.type, path[1:]) for one in kind.fields if one.encode_name == path[0])
+    inner = getattr(kind, "item_type", getattr(kind, "value_type", None))
+    return "" if inner is None else _choices(inner, path[1:])
 
 
 def parse_token_ids(field: str, values: list[int]) -> NDArray[np.int32]:

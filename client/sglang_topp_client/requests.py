@@ -165,9 +165,7 @@ def plan(
         )
     thresholds = one_each("top_logprobs_p", top_logprobs_p, count, _threshold)
     sources = one_each("top_logprobs_source", top_logprobs_source, count, _source)
-    is_list = isinstance(return_fields, Sequence) and not isinstance(return_fields, str)
-    if not is_list or not set(return_fields) <= set(RETURN_FIELDS):
-        raise InvalidInputError(f"return_fields: got {return_fields!r}, expected some of {RETURN_FIELDS}")
+    fields = _field_names(return_fields)
     requests = []
     for index, (without_n, n) in enumerate(params):
         source, threshold = sources[index], thresholds[index]
@@ -178,9 +176,9 @@ def plan(
             )
         if source != SAMPLER:
             source = None if threshold is None else DISTRIBUTION
-        if return_fields and source is None:
+        if fields and source is None:
             raise InvalidInputError(
-                f"return_fields: got {return_fields!r} for prompt {index} without sets, expected"
+                f"return_fields: got {fields} for prompt {index} without sets, expected"
                 " top_logprobs_p or top_logprobs_source 'sampler'"
             )
         requests.append(
@@ -191,7 +189,7 @@ def plan(
                 tuple(range(n)),
                 threshold,
                 source,
-                return_fields=tuple(dict.fromkeys(return_fields)),
+                return_fields=fields,
             )
         )
     return requests
@@ -291,6 +289,14 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
     if (problem := _find_media(params) or find_json_problem(params)) is not None:
         raise InvalidInputError(f"{name}: {problem}")
     return params, int(n)
+
+
+def _field_names(names: Any) -> tuple[str, ...]:
+    """Check `return_fields`, and return each name once."""
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not all(isinstance(name, str) and name in RETURN_FIELDS for name in names):
+        raise InvalidInputError(f"return_fields: got {describe(names)}, expected some of {RETURN_FIELDS}")
+    return tuple(dict.fromkeys(names))
 
 
 def _threshold(name: str, given: Any) -> float | None:
@@ -522,10 +528,8 @@ def plan_resume(
     wanted = plan([rollout.prompt_ids for rollout in rollouts], params, thresholds, sources)
     for i, (one, rollout) in enumerate(zip(wanted, rollouts, strict=True)):
         names = tuple(rollout.token_fields)
-        if return_fields is not None and set(return_fields) != set(names):
-            raise InvalidInputError(
-                f"return_fields: got {return_fields!r}, expected {names}, which rollouts[{i}] has"
-            )
+        if return_fields is not None and set(fields := _field_names(return_fields)) != set(names):
+            raise InvalidInputError(f"return_fields: got {fields}, expected {names}, which rollouts[{i}] has")
         wanted[i] = replace(one, return_fields=names)
     for one, rollout in zip(wanted, rollouts, strict=True):
         _check_same(f"rollouts[{one.prompt_index}]", rollout, one)

@@ -92,6 +92,8 @@ def test_every_argument_is_refused_by_name(value):
     assert may_refuse(lambda v: client.stream([1], top_logprobs_p=v), value)
     for name in ("progress", "request_id"):
         assert may_refuse(lambda v, name=name: client.stream([1], **{name: v}), value) or value is True
+    for fields in (value, [value]):
+        may_refuse(lambda v: client.stream([1], top_logprobs_p=0.5, return_fields=v), fields)
     may_refuse(lambda v: client.stream([1], timeout_s=v), value)
     may_refuse(lambda v: client.stream([1], {"stop": v}), value)
     for name in ("base_url", "kind", "api_key", "max_connections", "max_retries", "max_message_bytes"):

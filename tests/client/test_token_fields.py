@@ -83,7 +83,7 @@ def test_a_record_without_them(rollout: Rollout) -> None:
         ({"data": "?"}, "token_fields"),
         ({"shape": []}, r"bytes for uint8 \[\]"),
         ({"shape": [5, 2, 1 << 62]}, "bytes for uint8"),
-        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "int8"}, "dtype: got .*, expected one of 'uint16', 'uint32', 'uint8'"),
         ({"start": -1}, "start"),
         ({"start": 1}, "routed_experts: got rows up to position 6, expected 5"),
     ],

@@ -42,7 +42,8 @@ def test_fields_of_tokens_and_where_they_begin():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"return_fields": ["other"]}, "return_fields"),
+        ({"return_fields": ["x"]}, "return_fields[0]: got 'x', expected one of 'routed_experts'"),
+        ({"on_abort": "x"}, "on_abort: got 'x', expected one of 'raise', 'resume', 'return'"),
         ({"return_fields": ["routed_experts"], "top_logprobs_p": None}, "for prompt 0 without sets"),
         ({"fields_start": -1}, "fields_start: got -1"),
         ({"fields_start": 3}, "fields_start: got 3 with 2 ids"),

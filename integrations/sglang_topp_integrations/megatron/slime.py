@@ -48,8 +48,8 @@ _PARAMETERS = [
     "top_p_token_offsets",
 ]
 
-_model: Callable[[], Any] = lambda: None  # noqa: E731
-"""Returns the model that returns hidden states, or None."""
+_model: weakref.ref[Any] | None = None
+"""The model that returns hidden states, if this process has one."""
 
 
 def install(args: Namespace) -> None:
@@ -93,7 +93,7 @@ def return_hidden_states(model: Any) -> None:
         InvalidInputError: another model of this process does so already.
     """
     global _model
-    if _model() is not None:
+    if _model is not None and _model() is not None:
         raise InvalidInputError("model: got a second one with an output layer, expected one per process")
     layer = model.output_layer
     layer.forward = lambda hidden_states, *_, **__: (gather_hidden(hidden_states, layer), None)
@@ -114,7 +114,7 @@ def _log_probs_and_entropy(
     top_p_token_offsets: list[Any] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return an empty tensor, and each sample's log-probs and entropies on this rank, as slime's own does."""
-    model = _model()
+    model = None if _model is None else _model()
     if top_p_token_ids is None and model is None:
         result: tuple[Tensor, dict[str, list[Tensor]]] = original(
             logits,

@@ -97,7 +97,7 @@ def _compare_log_probs(ranks: Ranks, allgather: bool) -> tuple[float, float]:
         assert [len(each) for each in log_probs] == [len(each) for each in found["entropy"]]
         torch.cat([(i + 1) * each.sum()[None] for i, each in enumerate(log_probs)]).sum().backward()
         results.append((torch.cat(log_probs), leaf.grad))
-    return tuple(float((mine - other).abs().max()) for mine, other in zip(*results, strict=True))  # type: ignore[return-value]
+    return tuple(float((mine - other).abs().max()) for mine, other in zip(*results, strict=True))
 
 
 def test_entropies_are_those_of_the_sets() -> None:
@@ -129,7 +129,7 @@ def _entropies(ranks: Ranks) -> tuple[float, float, bool]:
     _, metric = loss.get_log_probs_and_entropy(mine, args=args, with_entropy=True, **batch)
     return (
         float((torch.cat(found["entropy"]) - torch.stack(expected)).abs().max()),
-        float((mine.grad - other.grad).abs().max()),  # type: ignore[operator]
+        float((mine.grad - other.grad).abs().max()),
         metric["entropy"][0].requires_grad,
     )
 
@@ -141,9 +141,9 @@ def test_other_calls_and_other_releases() -> None:
 def _others(ranks: Ranks) -> None:
     args, batch = rollout(False)
     importer = importlib.import_module("tests.integrations.megatron.test_slime")
-    importer.get_log_probs_and_entropy = original  # type: ignore[attr-defined]
+    importer.get_log_probs_and_entropy = original
     adapter.install(args)
-    assert importer.get_log_probs_and_entropy is loss.get_log_probs_and_entropy  # type: ignore[attr-defined]
+    assert importer.get_log_probs_and_entropy is loss.get_log_probs_and_entropy
     plain = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     logits = torch.randn(1, num_local_rows(ranks, False), PADDED_VOCAB)
     pairs = [
@@ -193,7 +193,7 @@ def _compare_models(ranks: Ranks, tied: bool) -> tuple[float, float]:
         _, found = function(output, args=args, **batch)
         model.zero_grad()
         (torch.cat(found["log_probs"]).sum() + 0 * output.sum()).backward()
-        results.append((torch.cat(found["log_probs"]), {n: p.grad for n, p in model.named_parameters()}))  # type: ignore[misc]
+        results.append((torch.cat(found["log_probs"]), {n: p.grad for n, p in model.named_parameters()}))
     (values, gradients), (others, expected) = results
     with pytest.raises(InvalidInputError, match="second"):
         adapter.return_hidden_states(model)

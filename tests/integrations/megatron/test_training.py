@@ -146,7 +146,7 @@ def _score_by_layer(ranks: Ranks) -> tuple[float, bool]:
             output = model(**packed_inputs(ranks, batch, row))
         return output, lambda output: {
             "logprobs": output.view(-1),
-            "entropy": context.scores.entropy,  # type: ignore[union-attr]
+            "entropy": context.scores.entropy,
         }
 
     found = run_schedule(ranks, model, batch, forward), gradients(model)

@@ -106,10 +106,10 @@ def test_the_route_needs_the_key_of_an_update(tmp_path: Path) -> None:
     @app.post("/update_weights_from_disk")
     def update() -> None: ...
 
-    update._auth_level = "admin"  # type: ignore[attr-defined]  # as SGLang marks it
+    update._auth_level = "admin"
     add_route(app, lambda: checkpoint(tmp_path))
     (route,) = [route for route in app.routes if getattr(route, "path", None) == PATH]
-    assert route.endpoint._auth_level == "admin"  # type: ignore[attr-defined]  # the same
+    assert route.endpoint._auth_level == "admin"
     http = TestClient(app)
     assert http.get(PATH).json()["tensors"] == SHAPES
     assert http.get(PATH, params={"model_path": str(tmp_path)}).json()["tensors"] == SHAPES
