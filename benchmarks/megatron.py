@@ -5,7 +5,7 @@ slime's dense mask, if slime's source is on `PYTHONPATH`, and else Megatron's lo
 which overwrites the logits.
 
 One CPU process stands for one of two tensor-parallel ranks: it holds half of a vocabulary of 151,936, and
-communicates with nobody.
+communicates with no other.
 """
 
 from __future__ import annotations

@@ -484,9 +484,9 @@ def plan_resume(
     Args:
         rollouts: one `Rollout` or several.
         sampling_params, top_logprobs_p, top_logprobs_source: as for `AsyncRolloutClient.resume`: one value
-            for all rollouts, or one per rollout. What is None, or not in `sampling_params`, is as the rollout
-            records it.
-        return_fields: those of all rollouts, or None for those that each rollout has.
+            for all rollouts, or one per rollout. The rollout's own record fills in each None, and what
+            `sampling_params` lacks.
+        return_fields: the fields that every rollout has, or None to keep each rollout's own.
 
     Returns:
         Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.

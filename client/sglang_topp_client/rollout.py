@@ -49,7 +49,7 @@ TokenRanges: TypeAlias = tuple[tuple[Count, Count], ...]
 
 @dataclass(frozen=True, eq=False)
 class TokenField:
-    """What the engine recorded of consecutive tokens of prompt and output, such as the experts of each."""
+    """Values that the engine recorded for consecutive tokens of prompt and output, such as their experts."""
 
     values: NDArray[np.unsignedinteger[Any]]
     """uint8, uint16, or uint32 [n, ...], the smallest that holds the values. The row at index i belongs to

@@ -195,14 +195,15 @@ def evaluate(work: Work, *tensors: Tensor | None) -> tuple[Any, ...]:
     Returns:
         Over the candidate sets: each target's log-prob [T], the entropy [T], each candidate's log-prob [n],
         and the KL [T], which are the same on every rank, and 0 at positions without a choice. Over the
-        vocabulary: each target's log-prob [T], and the entropy [T]. What `work` does not ask for is None.
+        vocabulary: each target's log-prob [T], and the entropy [T]. A score that `work` does not ask for is
+        None.
     """
     results: tuple[Any, ...] = _Evaluate.apply(work, *tensors)
     return results
 
 
 class _Evaluate(torch.autograd.Function):
-    """The incoming gradients must be the same on every rank, as they are if all ranks compute one loss."""
+    """The scores as one autograd node. Every rank must pass the same incoming gradients."""
 
     @staticmethod
     def forward(ctx: Any, work: Work, *tensors: Tensor | None) -> Any:
@@ -492,7 +493,7 @@ def _terms(
 def _term(result: Softmax, grads: Softmax, columns: Tensor | None) -> Term:
     """Return a function that returns the gradient of some rows' logits.
 
-    It is, for the log-probs `log p_i`, and the entropy `H`::
+    For the log-probs `log p_i`, and the entropy `H`, the gradient is::
 
         [i is target] * grad_logprob + p_i * (grad_log_total - grad_logprob - grad_entropy * (log p_i + H))
     """
