@@ -8,7 +8,7 @@ export TRANSFORMERS_OFFLINE := 1
 # The first import of a module caches its bytecode. Without this cache, SGLang's import takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint docs pictures dist bench soak matrix seams integrations megatron lock lock-releases lock-integrations clean
+.PHONY: setup demo test lint docs pictures dist bench soak matrix seams integrations lock lock-releases lock-integrations clean
 
 setup: .venv/.complete
 
@@ -67,9 +67,12 @@ matrix: setup
 seams: setup
 	$(BIN)/python -m tests.matrix seams $(RELEASES)
 
-# The adapter for verl on verl itself, in an environment of its own: 10 GB, which stays until `make clean`.
+# The adapters for verl and Megatron-core on the frameworks themselves, in an environment of their own: 10 GB, which
+# stays until `make clean`.
 integrations: .integrations/.complete
 	.integrations/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/verl
+	.integrations/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/megatron
+	$(BIN)/python -m pytest tests/integrations/trl/test_megatron.py
 
 VERL_PYTHON := .integrations/bin/python
 .integrations/.complete: integrations/verl.lock | .venv/.complete
@@ -80,25 +83,13 @@ VERL_PYTHON := .integrations/bin/python
 	$(BIN)/uv pip install --quiet --python $(VERL_PYTHON) --no-deps --no-build-isolation --editable .
 	touch $@
 
-# The adapter for Megatron on Megatron-core itself, over CPU processes: an environment of 5 GB, without SGLang.
-megatron: .megatron/.complete
-	.megatron/bin/python -m pytest -p no:cacheprovider -o filterwarnings=default tests/integrations/megatron
-
-MEGATRON_PYTHON := .megatron/bin/python
-.megatron/.complete: integrations/megatron.lock | .venv/.complete
-	rm -rf .megatron
-	$(BIN)/uv venv --quiet --no-python-downloads --python 3.12 .megatron
-	$(BIN)/uv pip install --quiet --python $(MEGATRON_PYTHON) --no-deps --require-hashes -r integrations/megatron.lock
-	$(BIN)/uv pip install --quiet --python $(MEGATRON_PYTHON) --no-deps --no-build-isolation --editable .
-	touch $@
-
 demo: setup
 	$(BIN)/python examples/rollout_loop.py
 
 # Re-pin everything. Names no package index, so that it installs from whichever one is configured.
 PIN := --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock: setup
-	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra tensordict --extra data \
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra sglang --extra data \
 	  --group dev \
 	  $(PIN) --output-file requirements.lock
 	$(BIN)/uv pip compile --group bench --constraint requirements.lock $(PIN) --output-file requirements-bench.lock
@@ -108,13 +99,10 @@ lock-releases: setup
 
 # SGLang 0.5.12 pins a transformers that verl excludes. verl's own environment overrides it in the same way.
 lock-integrations: setup
-	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --extra tensordict --group verl \
+	$(BIN)/uv pip compile pyproject.toml --extra torch --extra server --group verl \
 	  --override integrations/verl-overrides.txt --only-binary :all: --no-binary antlr4-python3-runtime \
 	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet --upgrade \
 	  --output-file integrations/verl.lock
-	$(BIN)/uv pip compile pyproject.toml --extra torch --group megatron --constraint requirements.lock \
-	  --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --no-annotate --quiet \
-	  --output-file integrations/megatron.lock
 
 clean:
-	rm -rf .venv .matrix .integrations .megatron
+	rm -rf .venv .matrix .integrations

@@ -19,10 +19,11 @@ from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp.batch import BatchCandidateSets, pack_loss_mask, unpack_loss_masks
 from tests.local_ray import run_local_ray
 
-__all__ = ["run"]
+__all__ = ["pickled_bytes", "run"]
 
 
-def _pickled_bytes(value: object) -> int:
+def pickled_bytes(value: object) -> int:
+    """Return how many bytes pickle protocol 5 transfers, in its stream and out of band."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, 5, buffer_callback=buffers.append)
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
@@ -44,7 +45,7 @@ def _compare_in_ray() -> None:
     compare_counts(
         f"loss masks of {lengths.sum() / 1e6:.2f} M tokens, pickled",
         "bytes per token",
-        {label: _pickled_bytes(masks) / lengths.sum() for label, masks in forms.items()},
+        {label: pickled_bytes(masks) / lengths.sum() for label, masks in forms.items()},
     )
     compare(
         "512 loss masks: put + get",
@@ -74,7 +75,7 @@ def _compare_in_ray() -> None:
     compare_counts(
         f"{len(ids) / 1e3:.0f} k candidate sets, {len(sets.token_ids) / 1e6:.2f} M candidates, pickled",
         "MB",
-        {"lists of lists": _pickled_bytes(ragged) / 1e6, "BatchCandidateSets": _pickled_bytes(rows) / 1e6},
+        {"lists of lists": pickled_bytes(ragged) / 1e6, "BatchCandidateSets": pickled_bytes(rows) / 1e6},
     )
     compare(
         "candidate sets: put + get",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
-from benchmarks.replay import TINY, H, T, V, make_sets, mask_logits
+from benchmarks.replay import H, T, V, make_sets, mask_logits
 from sglang_topp import CandidateSets
 from sglang_topp.replay import distillation_loss
 
@@ -37,44 +37,35 @@ def run() -> None:
 def _run_on_cpu() -> None:
     shape = f"T = {T}, H = {H}, V = {V}, {len(make_sets(T, V).token_ids)} candidates"
     whole, chunked = "distillation_loss", f"distillation_loss, {CHUNK} rows at a time"
+    with_tail = {
+        "full logits, gathered": dense_tail(T, H, V),
+        whole: candidate_distillation(T, H, V, "tail"),
+        chunked: candidate_distillation(T, H, V, "tail", CHUNK),
+    }
     compare(
-        f"distillation with a tail, forward + backward; {shape}",
-        {
-            "full logits, gathered": dense_tail(T, H, V),
-            chunked: candidate_distillation(T, H, V, "tail", CHUNK),
-            whole: candidate_distillation(T, H, V, "tail"),
-        },
-        rounds=5,
-        picture="distillation",
+        f"distillation with a tail, forward + backward; {shape}", with_tail, rounds=5, picture="distillation"
     )
     compare_peaks(
         "distillation with a tail, peak memory beyond inputs and gradients",
-        {
-            "full logits, gathered": (dense_tail, (T, H, V)),
-            whole: (candidate_distillation, (T, H, V, "tail")),
-            chunked: (candidate_distillation, (T, H, V, "tail", CHUNK)),
-        },
-        warmup=TINY,
+        with_tail,
         target=4,
         picture="distillation",
     )
+    del with_tail
+    renormalized = {
+        "full logits, dense mask": dense_renormalized(T, H, V),
+        whole: candidate_distillation(T, H, V, "renormalized"),
+    }
     compare(
         f"distillation, renormalized, forward + backward; {shape}",
-        {
-            "full logits, dense mask": dense_renormalized(T, H, V),
-            whole: candidate_distillation(T, H, V, "renormalized"),
-        },
+        renormalized,
         rounds=5,
         target=20,
         picture="distillation",
     )
     compare_peaks(
         "distillation, renormalized, peak memory beyond inputs and gradients",
-        {
-            "full logits, dense mask": (dense_renormalized, (T, H, V)),
-            whole: (candidate_distillation, (T, H, V, "renormalized")),
-        },
-        warmup=TINY,
+        renormalized,
         target=20,
         picture="distillation",
     )

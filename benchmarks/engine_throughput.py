@@ -1,14 +1,16 @@
 """Benchmark of a patched SGLang: throughput and response size, with and without candidate sets.
 
 Each contender sends 32 concurrent requests of 32 tokens each. The vocabulary has 151,936 tokens. One patched
-SGLang on this machine serves all contenders in turn. Timing starts when the first request is sent, and ends
-when the last response is read. Sizes are response bytes per generated token.
+SGLang on this machine serves all contenders in turn, and then another one those of a mixture of 8 experts, 2
+of them for each token, in 2 layers. Timing starts when the first request is sent, and ends when the last
+response is read. Sizes are response bytes per generated token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +52,23 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     },
 }
 
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts: plain": {},
+    "experts: with routes": {"return_routed_experts": True},
+    "experts: with sets": CONTENDERS["candidate sets, p = 0.95, base64"],
+    "experts: with sets and routes": {
+        **CONTENDERS["candidate sets, p = 0.95, base64"],
+        "return_routed_experts": True,
+    },
+}
+
 
 def run() -> None:
     """Print the throughput relative to plain generation, and the response sizes."""
     bytes_per_token: dict[str, float] = {}
 
     async def send(url: str, label: str) -> None:
-        body = {"sampling_params": SAMPLING, **CONTENDERS[label]}
+        body = {"sampling_params": SAMPLING, **(CONTENDERS | OF_EXPERTS)[label]}
         limits = httpx.Limits(max_connections=REQUESTS)
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
             responses = await asyncio.gather(
@@ -66,13 +78,22 @@ def run() -> None:
             response.raise_for_status()
         bytes_per_token[label] = sum(len(response.content) for response in responses) / (REQUESTS * TOKENS)
 
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(Path(folder) / "model", vocab_size=151_936, logit_std=7.0)
-        with run_engine(model, Path(folder) / "engine.log") as engine:
-            compare(
-                f"engine, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
-                {label: (lambda label=label: asyncio.run(send(engine.url, label))) for label in CONTENDERS},
-                rounds=5,
-                picture="engine_throughput",
+    def compare_on(title: str, contenders: Iterable[str], num_experts: int, *options: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_tiny_model(
+                Path(folder) / "model", vocab_size=151_936, logit_std=7.0, num_experts=num_experts
             )
+            with run_engine(model, Path(folder) / "engine.log", *options) as engine:
+                compare(
+                    f"{title}, {REQUESTS} requests x {TOKENS} tokens, vocabulary 151,936",
+                    {
+                        label: (lambda label=label: asyncio.run(send(engine.url, label)))
+                        for label in contenders
+                    },
+                    rounds=5,
+                    picture="engine_throughput",
+                )
+
+    compare_on("engine", CONTENDERS, 0)
+    compare_on("engine with experts", OF_EXPERTS, 8, "--enable-return-routed-experts")
     compare_counts("size of the responses", "bytes per token", bytes_per_token)

@@ -1,8 +1,8 @@
 """Benchmark of the adapter for Megatron-core: the scoring step on a rank's logits, and on its hidden states.
 
-Run it in the environment of `make megatron`: `.megatron/bin/python -m benchmarks megatron`. The baseline is
-slime's dense mask, if slime's source is on `PYTHONPATH`, and else Megatron's loss over the whole vocabulary,
-which overwrites the logits.
+Run it in the environment of `make integrations`: `.integrations/bin/python -m benchmarks megatron`. The
+baseline is slime's dense mask, if slime's source is on `PYTHONPATH`, and else Megatron's loss over the whole
+vocabulary, which overwrites the logits.
 
 One CPU process stands for one of two tensor-parallel ranks: it holds half of a vocabulary of 151,936, and
 communicates with no other.
@@ -10,6 +10,7 @@ communicates with no other.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import tempfile
@@ -29,13 +30,12 @@ from sglang_topp.replay import Layout, score_logits
 __all__ = ["run"]
 
 T, H, V = 4096, 1024, 151_936 // 2
-TINY = (16, 8, 64)
 WHOLE, DENSE, SETS = "Megatron, whole vocabulary", "slime, dense mask", "adapter, sets"
 
 
 def run() -> None:
     if importlib.util.find_spec("megatron") is None:
-        print("megatron: not installed here; run it with .megatron/bin/python after `make megatron`")
+        print("megatron: not installed here; run it with .integrations/bin/python after `make integrations`")
         return
     names = [WHOLE, SETS]
     if importlib.util.find_spec("slime") is not None:
@@ -43,27 +43,18 @@ def run() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for title, prepare, t in (("logits", on_logits, T), ("hidden states", on_hidden, T // 8)):
-            shape, size = (t, H, V), f"T = {t}, H = {H}, V = {V}"
-            compare(
-                f"scoring step on {title}, forward + backward; {size}, float32",
-                {name: prepare(*shape, name) for name in names},
-                rounds=3,
-                picture="megatron",
-            )
-            compare_peaks(
-                f"scoring step on {title}, peak memory beyond inputs and gradients; {size}",
-                {name: (prepare, (*shape, name)) for name in names},
-                warmup=(*TINY, SETS),
-                picture="megatron",
-            )
+        size = f"T = {T}, H = {H}, V = {V}"
+        for title, prepare in (("logits", on_logits), ("hidden states", on_hidden)):
+            steps = {name: prepare(name) for name in names}
+            compare(f"scoring step on {title}, forward + backward; {size}, float32", steps, rounds=3)
+            compare_peaks(f"scoring step on {title}, peak memory beyond inputs and gradients; {size}", steps)
     finally:
         torch.set_num_threads(threads)
 
 
-def on_logits(t: int, h: int, v: int, name: str) -> Work:
+def on_logits(name: str) -> Work:
     _start()
-    logits, sets = torch.randn(1, t, v).requires_grad_(), make_sets(t, v)
+    logits, sets = _make_logits(), make_sets(T, V)
 
     def work() -> list[Tensor]:
         _logprobs(logits, sets, name).sum().backward()
@@ -72,21 +63,26 @@ def on_logits(t: int, h: int, v: int, name: str) -> Work:
     return work
 
 
-def on_hidden(t: int, h: int, v: int, name: str) -> Work:
+@functools.cache  # 1.2 GB, one for all contenders; their times do not depend on its values
+def _make_logits() -> Tensor:
+    return torch.randn(1, T, V).requires_grad_()
+
+
+def on_hidden(name: str) -> Work:
     kit = _start()
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from sglang_topp_integrations.megatron import ReplayContext, score_hidden
 
     config = kit.make_config(kit.Ranks(), torch.float32)
-    layer = ColumnParallelLinear(h, v, config=config, init_method=torch.nn.init.normal_, bias=False)
-    hidden, sets = torch.randn(t, 1, h).requires_grad_(), make_sets(t, v)
+    layer = ColumnParallelLinear(H, V, config=config, init_method=torch.nn.init.normal_, bias=False)
+    hidden, sets = torch.randn(T, 1, H).requires_grad_(), make_sets(T, V)
     targets = torch.tensor(sets.sampled_ids, dtype=torch.int64)
-    rows = Layout().select_rows([1], [t - 1])
+    rows = Layout().select_rows([1], [T - 1])
 
     def work() -> list[Tensor]:
         if name == SETS:
-            context = ReplayContext(rows, targets[: t - 1], sets[: t - 1])
+            context = ReplayContext(rows, targets[: T - 1], sets[: T - 1])
             logprobs = score_hidden(hidden.transpose(0, 1), layer, None, context).logprobs
         else:
             logprobs = _logprobs(layer(hidden)[0].transpose(0, 1).contiguous(), sets, name)
@@ -112,8 +108,8 @@ def _logprobs(logits: Tensor, sets: CandidateSets, name: str) -> Tensor:
         unconcat_tokens=[torch.cat([targets[:1], targets])],
         total_lengths=[len(targets) + 1],
         response_lengths=[len(targets)],
-        top_p_token_ids=[torch.from_numpy(sets.token_ids)],
-        top_p_token_offsets=[torch.from_numpy(sets.offsets)],
+        top_p_token_ids=[torch.tensor(sets.token_ids)],
+        top_p_token_offsets=[torch.tensor(sets.offsets)],
     )
     logprobs: Tensor = found["log_probs"][0]
     return logprobs

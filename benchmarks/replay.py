@@ -6,6 +6,12 @@ GPU, the comparison with other packages runs on it, in bfloat16. To compare with
 
 Random set sizes imitate those at top-p 0.97: mean about 8, median 2, 99th percentile about 80, and 46 %
 singletons.
+
+The cliff's table has sets of one size, from 8 candidates to the whole vocabulary. Where a set is a large part
+of the vocabulary, scores of single candidates would take many times the time and memory of full logits. Peak
+memory is what `benchmarks/harness/peak_memory.py` defines: for the dense mask, whatever the sets' size, 13
+bytes for each of the T * V logits. A mask that is built from sets of the whole vocabulary needs more than
+that, in NumPy arrays that do not count.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import importlib.metadata
 from collections.abc import Callable
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -40,7 +47,7 @@ __all__ = [
 ]
 
 T, H, V = 2048, 1024, 32_768
-TINY = (16, 8, 64)
+SIZES = (8, 200, 2048, 8192, V)
 
 
 def run() -> None:
@@ -128,23 +135,12 @@ def gather_head(hidden: Tensor, weight: Tensor, sets: CandidateSets) -> Tensor:
 def _run_on_cpu() -> None:
     sets = make_sets(T, V)
     shape = f"T = {T}, H = {H}, V = {V}, {len(sets.token_ids)} candidates"
-    compare(
-        f"candidate-only head, forward + backward; {shape}",
-        {"full logits, dense mask": dense_head(T, H, V), "score": candidate_head(T, H, V)},
-        rounds=5,
-        target=20,
-        picture="replay",
-    )
+    heads = {"full logits, dense mask": dense_head(T, H, V), "score": candidate_head(T, H, V)}
+    compare(f"candidate-only head, forward + backward; {shape}", heads, rounds=5, target=20, picture="replay")
     compare_peaks(
-        "candidate-only head, peak memory beyond inputs and gradients",
-        {
-            "full logits, dense mask": (dense_head, (T, H, V)),
-            "score": (candidate_head, (T, H, V)),
-        },
-        warmup=TINY,
-        target=20,
-        picture="replay",
+        "candidate-only head, peak memory beyond inputs and gradients", heads, target=20, picture="replay"
     )
+    del heads
     compare(
         f"sets of 8 candidates, forward + backward; T = {T}, H = {H}, V = {V}",
         {
@@ -154,23 +150,7 @@ def _run_on_cpu() -> None:
         },
         rounds=5,
     )
-    for size in (8192, V):
-        compare(
-            f"large sets, {size} candidates a position, forward + backward; T = 256, H = {H}, V = {V}",
-            {
-                "full logits, dense mask": dense_head(256, H, V, size),
-                "score": candidate_head(256, H, V, size),
-            },
-            rounds=5,
-        )
-        compare_peaks(
-            f"large sets, {size} candidates a position, peak memory beyond inputs and gradients",
-            {
-                "full logits, dense mask": (dense_head, (256, H, V, size)),
-                "score": (candidate_head, (256, H, V, size)),
-            },
-            warmup=TINY,
-        )
+    _compare_set_sizes()
     compare(
         f"candidate-only head by set size, all sets of one size; T = {T}, H = {H}, V = {V}",
         {f"sets of {size}": candidate_head(T, H, V, size) for size in (8, 16, 32, 64, 128)},
@@ -184,37 +164,39 @@ def _run_on_cpu() -> None:
         },
         rounds=9,
     )
-    compare(
-        f"from logits, forward + backward; {shape}",
-        {"dense mask": dense_logits(T, H, V), "score_logits": sparse_logits(T, H, V)},
-        rounds=5,
-        target=5,
-        picture="replay",
-    )
+    on_logits = {"dense mask": dense_logits(T, V), "score_logits": sparse_logits(T, V)}
+    compare(f"from logits, forward + backward; {shape}", on_logits, rounds=5, target=5, picture="replay")
     compare_peaks(
-        "from logits, peak memory beyond the logits and their gradient",
-        {"dense mask": (dense_logits, (T, H, V)), "score_logits": (sparse_logits, (T, H, V))},
-        warmup=TINY,
-        picture="replay",
+        "from logits, peak memory beyond the logits and their gradient", on_logits, picture="replay"
     )
-    compare(
-        f"whole vocabulary, forward + backward; T = {T}, H = {H}, V = {V}",
-        {"full logits": plain_full_head(T, H, V), "score without sets": full_head(T, H, V)},
-        rounds=3,
-    )
-    kept = (1, 2, 4, 8)
-    compare_peaks(
-        "whole vocabulary, response-only: peak memory beyond inputs and gradients, in one chunk",
-        {f"1/{n} of the rows kept": (response_only, (T, H, V, n, T)) for n in kept},
-        warmup=(*TINY, 1, 16),
-    )
-    compare_peaks(
-        "whole vocabulary, response-only: peak memory beyond inputs and gradients, in chunks of 128 rows",
-        {f"1/{n} of the rows kept": (response_only, (T, H, V, n, 128)) for n in kept},
-        warmup=(*TINY, 1, 16),
-    )
+    del on_logits
+    whole = {"full logits": plain_full_head(T, H, V), "score without sets": full_head(T, H, V)}
+    compare(f"whole vocabulary, forward + backward; T = {T}, H = {H}, V = {V}", whole, rounds=3)
+    compare_peaks("whole vocabulary, peak memory beyond inputs and gradients", whole)
+    del whole
+    for chunk, chunks in ((T, "in one chunk"), (128, "in chunks of 128 rows")):
+        compare_peaks(
+            f"whole vocabulary, response-only: peak memory beyond inputs and gradients, {chunks}",
+            {f"1/{n} of the rows kept": response_only(T, H, V, n, chunk) for n in (1, 2, 4, 8)},
+        )
 
 
+def _compare_set_sizes() -> None:
+    """Print the cliff's table: time and memory by the share of the vocabulary that is in a set."""
+    t = 256
+    for size in SIZES:
+        heads = {"full logits, dense mask": dense_head(t, H, V, size), "score": candidate_head(t, H, V, size)}
+        gib = 4 * t * size * H * 4 / 2**30  # the gather holds four tensors [candidates, H] at one time
+        if 1.5 * gib < psutil.virtual_memory().available / 2**30:
+            heads["gather and index_add"] = gathered_head(t, H, V, size)
+        else:
+            print(f"\ngather and index_add, sets of {size}: left out, as it takes {gib:.0f} GiB")
+        title = f"sets of {size} candidates, {size / V:.2%} of the vocabulary; T = {t}, H = {H}, V = {V}"
+        compare(f"{title}: forward + backward", heads, rounds=5)
+        compare_peaks(f"{title}: peak memory beyond inputs and gradients", heads)
+
+
+@functools.lru_cache(maxsize=1)
 def make_sets(num_positions: int, vocab_size: int, size: int | None = None) -> CandidateSets:
     """Return random sets of `size` tokens each. If `size` is None, the sizes imitate those of a rollout."""
     rng = np.random.default_rng(0)
@@ -337,13 +319,13 @@ def _logits(t: int, v: int) -> Tensor:
     return torch.randn(t, v).requires_grad_()
 
 
-def dense_logits(t: int, h: int, v: int) -> Work:
+def dense_logits(t: int, v: int) -> Work:
     logits, sets = _logits(t, v), make_sets(t, v)
     targets = targets_of(sets)
     return _work(lambda: _picked(torch.log_softmax(mask_logits(logits, sets), dim=1), targets), [logits])
 
 
-def sparse_logits(t: int, h: int, v: int) -> Work:
+def sparse_logits(t: int, v: int) -> Work:
     logits, sets = _logits(t, v), make_sets(t, v)
     targets = targets_of(sets)
     return _work(lambda: score_logits(logits, targets, sets).logprobs, [logits])

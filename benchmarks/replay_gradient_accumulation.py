@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.harness.paired_timing import compare
 from benchmarks.harness.peak_memory import Work, compare_peaks
-from benchmarks.replay import TINY, H, T, V, make_sets, mask_logits
+from benchmarks.replay import H, T, V, make_sets, mask_logits
 from sglang_topp import CandidateSets
 from sglang_topp.replay import score
 
@@ -44,34 +44,18 @@ def run() -> None:
         f" {len(sets.token_ids)} candidates, {len(ids_with_gradient)} ids with a gradient;"
         f" OMP_WAIT_POLICY {os.environ.get('OMP_WAIT_POLICY', 'not set')}"
     )
-    labels = {way: f"score, weight_grad {way}" for way in WAYS}
-    compare(
-        "accumulating, forward + backward",
-        {"full logits, dense mask": dense_head(T, H, V)}
-        | {labels[way]: candidate_head(T, H, V, way) for way in WAYS},
-        rounds=7,
-        target=50,
-        picture="replay_gradient_accumulation",
-    )
-    compare_peaks(
-        "accumulating, peak memory beyond inputs and gradients",
-        {"full logits, dense mask": (dense_head, (T, H, V))}
-        | {labels[way]: (candidate_head, (T, H, V, way)) for way in WAYS},
-        warmup=TINY,
-        target=50,
-        picture="replay_gradient_accumulation",
-    )
+    heads = {"full logits, dense mask": dense_head(T, H, V)}
+    heads |= {f"score, weight_grad {way}": candidate_head(T, H, V, way) for way in WAYS}
+    picture = "replay_gradient_accumulation"
+    compare("accumulating, forward + backward", heads, rounds=7, target=50, picture=picture)
+    compare_peaks("accumulating, peak memory beyond inputs and gradients", heads, target=50, picture=picture)
+    del heads
     for way, rounds in (("buffer", 9), ("dense", 3)):
-        compare(
-            f"same number of candidates over larger vocabularies, weight_grad {way}",
-            {f"V = {v}": candidate_head(T, H, v, way, v) for v in VOCABULARIES},
-            rounds=rounds,
-        )
-        compare_peaks(
-            f"same number of candidates over larger vocabularies, weight_grad {way}: peak memory",
-            {f"V = {v}": (candidate_head, (T, H, v, way, v)) for v in VOCABULARIES},
-            warmup=TINY,
-        )
+        by_size = {f"V = {v}": candidate_head(T, H, v, way, v) for v in VOCABULARIES}
+        title = f"same number of candidates over larger vocabularies, weight_grad {way}"
+        compare(title, by_size, rounds=rounds)
+        compare_peaks(f"{title}: peak memory", by_size)
+        del by_size
     with _busy_process() as run_beside:
         work = candidate_head(T, H, V, "buffer")
         compare(

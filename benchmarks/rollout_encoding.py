@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
@@ -20,8 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.harness.paired_timing import compare, compare_counts
 from sglang_topp import CandidateSets, formats
 from sglang_topp_client import Rollout
-from sglang_topp_client.wire.records import from_frame, from_record, to_frame
-from sglang_topp_server.api.encodings import SampleJson
+from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
 
 __all__ = ["run"]
 
@@ -39,7 +39,7 @@ def run() -> None:
         rollout = _rollout(sharpness, p)
         sets = rollout.candidates
         assert sets is not None
-        line, listed, frame = b"".join(SampleJson(rollout)), _json_lists(rollout), to_frame(rollout)
+        line, listed, frame = _json(rollout), _json_lists(rollout), to_frame(rollout)
         content = zstandard.decompress(frame)
         decode_frame = partial(from_frame, Rollout, frame, max_bytes=len(content))
         assert decode_frame().candidates == sets == from_record(Rollout, json.loads(line)).candidates
@@ -59,7 +59,7 @@ def run() -> None:
             picture="rollout_encoding",
         )
         encode: dict[str, Callable[[], object]] = {
-            BASE64: lambda rollout=rollout: b"".join(SampleJson(rollout)),
+            BASE64: partial(_json, rollout),
             LISTS: partial(_json_lists, rollout),
             BINARY: partial(to_frame, rollout),
         }
@@ -106,6 +106,10 @@ def _bits(values: NDArray[Any]) -> float:
     """Return the entropy of the values, in bits per value."""
     share = np.unique(values, return_counts=True)[1] / len(values)
     return float(-(share * np.log2(share)).sum())
+
+
+def _json(rollout: Rollout) -> bytes:
+    return msgspec.json.encode(to_record(rollout))
 
 
 def _json_lists(rollout: Rollout) -> bytes:

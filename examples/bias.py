@@ -16,10 +16,11 @@ total probability of a token's candidate set::
 the rollout: p under the policy, and q under the sampler. TRL applies this weight only to rollouts of vLLM, so
 the example calls the functions on which the adapter for TRL stands, in a loop of its own.
 
-    python examples/bias.py --results bias.json --plot bias.png     # 45 runs: hours on two cores
+    python examples/bias.py --results bias.json --plot bias.png     # 45 runs, 20 minutes
     python examples/bias.py --top-p 0.9 --seeds 2 --steps 20        # a short look
 
-A command that was interrupted continues from its file of results.
+A command that was interrupted continues from its file of results. docs/explanation/training-bias.md shows
+those of the first one, and of 200 steps at top-p 0.7.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from sglang_topp_client import Rollout, RolloutClient
 WAYS = ("replay", "without", "truncated IS")
 KINDS = tuple("abcdefghij")
 PAIRS, OPENED = 8, 3  # the brackets of a text, and how many of them the prompt opens
-PROMPTS, GROUP = 32, 8  # per batch of rollouts: prompts, and samples of each
+PROMPTS, GROUP = 8, 8  # per batch of rollouts: prompts, and samples of each
 UPDATES = 4  # optimizer steps per batch of rollouts, each on a quarter of it
-TRAINING_STEPS = 800
-CLIP, LARGEST_WEIGHT, LEARNING_RATE = 0.2, 2.0, 3e-4
+HIDDEN_SIZE, TRAINING_STEPS = 256, 200  # of the policy that all runs start from: 1.3 million parameters
+CLIP, LARGEST_WEIGHT, LEARNING_RATE = 0.2, 2.0, 2e-5
 
 
 # -- the task --------------------------------------------------------------------------------------
@@ -152,21 +153,18 @@ def train(
 ) -> dict[str, Any]:
     """Train a policy for `steps` batches of rollouts, and return its history.
 
-    The runs with replay also measure `gradient_cosines` from `estimates` prompts, before the first batch,
-    halfway, and at the end.
+    All losses start from the same policy, so only the runs with replay measure `gradient_cosines`.
     """
     policy, start = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32) for _ in range(2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
-    # All ways train on the same prompts.
-    rng, rng_of_estimates = random.Random(seed), random.Random(1000 + seed)
+    rng = random.Random(seed)  # all ways train on the same prompts
     name = f"{way}, top-p {top_p}, seed {seed}"
     torch.manual_seed(seed)
     history, cosines = [], {}
     for step in range(steps + 1):
         client.push_weights(policy, version=f"{name}, step {step}")
-        if way == "replay" and step in (0, steps // 2, steps):
-            prompts = [random_prompt(rng_of_estimates) for _ in range(estimates)]
-            cosines[str(step)] = gradient_cosines(client, policy, top_p, prompts)
+        if way == "replay" and step == 0:
+            cosines = gradient_cosines(client, policy, top_p, random.Random(1000 + seed), estimates)
         prompts = [random_prompt(rng) for _ in range(PROMPTS)]
         rollouts = roll_out(client, prompts, top_p, sets=True)
         assert {rollout.weight_version for rollout in rollouts} == {f"{name}, step {step}"}
@@ -183,8 +181,8 @@ def train(
                 optimizer.step()
         measures["first_ratio"] = updates[0]["ratio"]
         measures |= {name: float(np.mean([each[name] for each in updates])) for name in updates[0]}
-        history.append(measures)
-    prompts = [random_prompt(rng) for _ in range(4 * PROMPTS)]
+        history.append({name: round(value, 5) for name, value in measures.items()})
+    prompts = [random_prompt(rng) for _ in range(8 * PROMPTS)]
     at_top_p_1 = rewards_of(roll_out(client, prompts, 1.0, sets=False), prompts).mean().item()
     run = {"way": way, "top_p": top_p, "seed": seed, "history": history, "reward_at_top_p_1": at_top_p_1}
     return run | {"cosines": cosines}
@@ -206,37 +204,26 @@ def measure(policy: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[
 
 
 def gradient_cosines(
-    client: RolloutClient, policy: PreTrainedModel, top_p: float, prompts: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Return, for each loss, the cosines of its first gradient with two unbiased estimates of a gradient.
+    client: RolloutClient, policy: PreTrainedModel, top_p: float, rng: random.Random, num_prompts: int
+) -> dict[str, float]:
+    """Return, for each loss, the cosine of its first gradient with an unbiased one.
 
-    "sampler" is the gradient of the expected reward at `top_p`, in which the candidate sets are constants,
-    and "policy" that at top-p 1. Each estimate has its own rollouts, so noise keeps every cosine below 1.
+    The unbiased one is the gradient of the expected reward at `top_p`, in which the candidate sets are
+    constants. Its estimate has its own rollouts, so noise keeps every cosine below 1.
     """
+    prompts = [random_prompt(rng) for _ in range(num_prompts)]
 
-    def batch(top_p: float, *, sets: bool) -> tuple[list[Rollout], Tensor]:
-        rollouts = roll_out(client, prompts, top_p, sets=sets)
+    def batch() -> tuple[list[Rollout], Tensor]:
+        rollouts = roll_out(client, prompts, top_p, sets=True)
         rewards = rewards_of(rollouts, prompts)
         return rollouts, (rewards - rewards.mean(1, keepdim=True)).flatten()
 
-    def gradient(value: Tensor) -> Tensor:
+    def gradient(way: str, rollouts: Sequence[Rollout], advantages: Tensor) -> Tensor:
+        value, _ = loss(way, policy, rollouts, advantages)
         return torch.cat([part.flatten() for part in torch.autograd.grad(value, list(policy.parameters()))])
 
-    # At top-p 1, the ratio is 1, and the gradient of the ratio that of the log-prob.
-    rollouts, advantages = batch(1.0, sets=False)
-    states, targets = hidden_states(policy, rollouts)
-    lengths = torch.tensor([len(rollout.output_ids) for rollout in rollouts])
-    logprobs = score(states, policy.lm_head.weight, targets).logprobs
-    unbiased = {
-        "sampler": gradient(loss("replay", policy, *batch(top_p, sets=True))[0]),
-        "policy": gradient(-(logprobs * advantages.repeat_interleave(lengths)).mean()),
-    }
-    same = batch(top_p, sets=True)
-    of_ways = {way: gradient(loss(way, policy, *same)[0]) for way in WAYS}
-    return {
-        way: {name: torch.cosine_similarity(mine, other, dim=0).item() for name, other in unbiased.items()}
-        for way, mine in of_ways.items()
-    }
+    unbiased, same = gradient("replay", *batch()), batch()
+    return {way: torch.cosine_similarity(gradient(way, *same), unbiased, dim=0).item() for way in WAYS}
 
 
 # -- all runs --------------------------------------------------------------------------------------
@@ -247,8 +234,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--top-p", type=float, nargs="+", default=[0.7, 0.9, 0.95], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (%(default)s)")
-    parser.add_argument("--steps", type=int, default=75, help="batches of rollouts per run (%(default)s)")
-    parser.add_argument("--estimates", type=int, default=512, help="prompts per gradient (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="batches of rollouts per run (%(default)s)")
+    parser.add_argument("--estimates", type=int, default=64, help="prompts per gradient (%(default)s)")
     parser.add_argument("--results", type=Path, help="write every run to this file, and continue from it")
     parser.add_argument("--plot", type=Path, help="draw the curves into this file (needs matplotlib)")
     args = parser.parse_args()
@@ -263,7 +250,9 @@ def main() -> int:
     done = [(run["way"], run["top_p"], run["seed"]) for run in runs]
     if missing := [kind for kind in kinds if kind not in done]:
         with tempfile.TemporaryDirectory() as folder:
-            model_path = make_trained_model(folder, right_texts(10_000), steps=TRAINING_STEPS)
+            model_path = make_trained_model(
+                folder, right_texts(10_000), hidden_size=HIDDEN_SIZE, steps=TRAINING_STEPS
+            )
             with serve(model_path) as (_, engine_url), RolloutClient(engine_url) as client:
                 for kind in missing:
                     started = time.monotonic()
@@ -271,7 +260,9 @@ def main() -> int:
                     runs[-1]["seconds"] = round(time.monotonic() - started)
                     print(*kind, f"{runs[-1]['seconds']} s", file=sys.stderr, flush=True)
                     if args.results is not None:
-                        args.results.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+                        unfinished = args.results.with_suffix(".tmp")
+                        unfinished.write_text("[" + ",\n".join(map(json.dumps, runs)) + "]\n")
+                        unfinished.replace(args.results)
     show(runs)
     if args.plot is not None:
         plot(runs, args.plot)
@@ -286,74 +277,60 @@ def mean_and_band(values: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(values)), float(half)
 
 
-MEASURES = {
-    "reward": "reward of the sampler",
+MEASURES = {  # that the picture shows
+    "reward": "reward",
     "entropy": "entropy, nats",
     "kl_to_start": "KL to the start, nats",
-    "clipped": "share of clipped tokens",
+    "clipped": "clipped tokens",
     "ratio": "mean ratio",
-    "first_ratio": "first ratio",
-    "candidates": "candidates",
-    "kept_mass": "kept mass",
 }
-LAST = 5  # batches over which the table averages at the end of a run
+LAST = 10  # batches over which the table averages at the end of a run
 
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Print a Markdown table for each top-p: the measures at the start and at the end, and the cosines."""
-    for top_p in sorted({run["top_p"] for run in runs}):
-        of_way = {way: [run for run in runs if (run["top_p"], run["way"]) == (top_p, way)] for way in WAYS}
-        rows = {
-            f"{label}, {when}": [
-                [np.mean([batch[name] for batch in run["history"][part]]) for run in of_way[way]]
-                for way in WAYS
-            ]
-            for name, label in MEASURES.items()
-            for when, part in (("first batch", slice(1)), (f"last {LAST}", slice(-LAST, None)))
-        }
-        rows["reward at top-p 1, end"] = [[run["reward_at_top_p_1"] for run in of_way[way]] for way in WAYS]
-        for step, to in itertools.product(of_way["replay"][0]["cosines"], ("sampler", "policy")):
-            rows[f"cosine with the gradient of the {to}, batch {step}"] = [
-                [run["cosines"][step][way][to] for run in of_way["replay"]] for way in WAYS
-            ]
-        print(f"\n| top-p {top_p}, seeds: {len(of_way['replay'])} | {' | '.join(WAYS)} |")
-        print("|---" * (1 + len(WAYS)) + "|")
-        for label, cells in rows.items():
-            pairs = [mean_and_band(cell) for cell in cells]
-            shown = [f"{mean:.3f}" + ("" if np.isnan(half) else f" ± {half:.3f}") for mean, half in pairs]
-            print(f"| {label} | {' | '.join(shown)} |")
+    """Print a Markdown table with a row for each top-p and loss: mean over the seeds, and its interval."""
+
+    def over(name: str, part: slice) -> list[float]:
+        return [float(np.mean([batch[name] for batch in run["history"][part]])) for run in chosen]
+
+    columns = ["top-p", "loss", "reward, all batches", "reward at top-p 1", f"entropy, last {LAST}", "cosine"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for top_p, way in itertools.product(sorted({run["top_p"] for run in runs}), WAYS):
+        chosen = [run for run in runs if (run["top_p"], run["way"]) == (top_p, way)]
+        cosines = [run["cosines"][way] for run in runs if run["top_p"] == top_p and run["cosines"]]
+        cells = [over("reward", slice(None)), [run["reward_at_top_p_1"] for run in chosen]]
+        cells += [over("entropy", slice(-LAST, None)), cosines]
+        pairs = [mean_and_band(cell) for cell in cells]
+        shown = [f"{mean:.2f}" + ("" if np.isnan(half) else f" ± {half:.2f}") for mean, half in pairs]
+        print(f"| {top_p} | {way} | {' | '.join(shown)} |")
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the measures over the batches: the mean over the seeds, and its band."""
+    """Plot the measures over the batches, five at a time: the mean over the seeds, and its band."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     top_ps = sorted({run["top_p"] for run in runs})
-    names = ("reward", "entropy", "kl_to_start", "clipped", "ratio")
-    figure, axes = plt.subplots(
-        len(names), len(top_ps), figsize=(4.5 * len(top_ps), 2.2 * len(names)), sharex=True, squeeze=False
-    )
-    for (row, name), (column, top_p) in itertools.product(enumerate(names), enumerate(top_ps)):
+    shape = {"nrows": len(MEASURES), "ncols": len(top_ps), "figsize": (8, 9), "layout": "constrained"}
+    figure, axes = plt.subplots(**shape, sharex=True, sharey="row", squeeze=False)
+    for (row, name), (column, top_p) in itertools.product(enumerate(MEASURES), enumerate(top_ps)):
         ax = axes[row, column]
         for way, color in zip(WAYS, ("#0072b2", "#e69f00", "#009e73"), strict=True):
-            curves = [
-                [measures[name] for measures in run["history"]]
-                for run in runs
-                if (run["top_p"], run["way"]) == (top_p, way)
-            ]
-            means, halves = np.array([mean_and_band(values) for values in zip(*curves, strict=True)]).T
-            ax.plot(means, color=color, label=way)
-            ax.fill_between(range(len(means)), means - halves, means + halves, color=color, alpha=0.2, lw=0)
-        ax.set_ylabel(MEASURES[name])
+            chosen = [run["history"] for run in runs if (run["top_p"], run["way"]) == (top_p, way)]
+            curves = np.array([[measures[name] for measures in history] for history in chosen])
+            parts = np.array_split(np.arange(curves.shape[1]), -(-curves.shape[1] // 5))
+            bands = [mean_and_band(curves[:, part].mean(1).tolist()) for part in parts]
+            x, (means, halves) = [part.mean() for part in parts], np.array(bands).T
+            ax.plot(x, means, color=color, label=way)
+            ax.fill_between(x, means - halves, means + halves, color=color, alpha=0.2, lw=0)
+        axes[row, 0].set_ylabel(MEASURES[name])
     for column, top_p in enumerate(top_ps):
         axes[0, column].set_title(f"top-p {top_p}")
         axes[-1, column].set_xlabel("batches of rollouts")
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=60)
+    axes[0, -1].legend()
+    figure.savefig(path, dpi=92)  # 736 pixels, the width of the site's column
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,7 +96,11 @@ def main() -> int:
 
 @contextmanager
 def serve(model_path: Path) -> Iterator[tuple[str, str]]:
-    """Run the patched SGLang and its sidecar on free ports, and yield the sidecar's and the engine's URL."""
+    """Run the patched SGLang and its sidecar on free ports, and yield the sidecar's and the engine's URL.
+
+    From now on, a plain `kill` raises SystemExit in this process, so it ends the servers, too.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     command = [sys.executable, "-m", "sglang_topp_server.cli.main", "serve", "--model-path", str(model_path)]
     command += ["--port", "0", "--engine-port", "0"]
     command += ["--", "--dtype", "float32", "--max-total-tokens", "16384", "--mem-fraction-static", "0.2"]

@@ -22,8 +22,9 @@ __all__ = ["make_tiny_model", "make_trained_model", "simple_english"]
 END_OF_TEXT = "<|endoftext|>"
 HIDDEN_SIZE = 64
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    + END_OF_TEXT
+    + "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 # Each name in angle brackets stands for one of its alternatives. The first ones are the most frequent.
@@ -94,13 +95,19 @@ def make_tiny_model(
 
 
 def make_trained_model(
-    path: str | Path, lines: Sequence[str] = (), *, steps: int = 300, seed: int = 0
+    path: str | Path,
+    lines: Sequence[str] = (),
+    *,
+    hidden_size: int = HIDDEN_SIZE,
+    steps: int = 300,
+    seed: int = 0,
 ) -> Path:
     """Train a model on `lines`, and write it to the folder `path` with a tokenizer of the lines' words.
 
     Args:
         path: the folder to write; it is created if it does not exist.
         lines: the texts to learn; by default, those of `simple_english`. A line ends with the end token.
+        hidden_size: the width of the model. The learning rate falls as it grows.
         steps: optimizer steps, each on 32 rows of 64 tokens.
         seed: the random seed of the weights and of the batches.
 
@@ -117,8 +124,9 @@ def make_trained_model(
     starts = starts[starts < len(stream) - width]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _new_model(len(tokenizer))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+        model = _new_model(len(tokenizer), hidden_size=hidden_size)
+        rate = 1e-2 * HIDDEN_SIZE / hidden_size
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
             rows = stream[starts[torch.randint(len(starts), (32,))][:, None] + torch.arange(width)]
@@ -143,7 +151,7 @@ def simple_english(count: int, seed: int = 0) -> list[str]:
     return [expand("text") for _ in range(count)]
 
 
-def _new_model(vocab_size: int, num_experts: int = 0) -> Any:
+def _new_model(vocab_size: int, num_experts: int = 0, hidden_size: int = HIDDEN_SIZE) -> Any:
     """Return a Qwen2 model, or with experts a Qwen3-MoE model, with two layers and random float32 weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -159,8 +167,8 @@ def _new_model(vocab_size: int, num_experts: int = 0) -> Any:
     config = config_class(
         **sizes,
         vocab_size=vocab_size,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -102,8 +102,10 @@ def loss_sum(model: PreTrainedModel, batch: RLBatch, *, replay: bool) -> tuple[T
     states = hidden[:, -width - 1 : -1][scored]
     targets = batch["sequences"][:, -width:][scored]
     sets, weight = batch["candidates"].sets, model.lm_head.weight
-    new = score(states, weight, targets, sets if replay else None).logprobs
-    old = replayed_old_logprobs(sets, output_ids=targets)
+    new = score(states, weight, targets, sets).logprobs
+    old = replayed_old_logprobs(sets, output_ids=targets)  # as in batch["logprobs"], which is padded
+    if not replay:
+        new = score(states, weight, targets).logprobs
 
     # If the rollout gave a token zero probability, the token's ratio is infinite. Without the clamp, an
     # infinite ratio would make the gradient NaN.

@@ -1,4 +1,4 @@
-"""What sidecar, client, and plugin must know of SGLang: the requests that end it, and those it can resume.
+"""SGLang's limits, for sidecar, client, and plugin: the requests that end it, and those that it can resume.
 
 SGLang 0.5.23 accepts some values that crash its scheduler, such as an id beyond the vocabulary, or a logit
 bias that makes probabilities NaN. A scheduler crash ends the service for every caller. Other values block
@@ -110,21 +110,15 @@ def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
     Raises:
         InvalidInputError: an id is invalid. The message names the first invalid id and its position.
     """
-    try:
-        array = np.asarray(ids)
-    except ValueError:  # `ids` holds lists of different lengths
-        array = np.array(None)
-    if array.ndim == 1 and array.dtype.kind in "iu":
-        wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
-        at = int(wrong[0]) if len(wrong) else None
-    else:  # `ids` holds integers beyond 64 bits, or values of other types
-        at = next((i for i, one in enumerate(ids) if type(one) is not int or not 0 <= one < vocab_size), None)
-    if at is not None:
-        wrong_id = ids[at].item() if isinstance(ids, np.ndarray) else ids[at]
-        raise InvalidInputError(
-            f"{name}: got token id {describe(wrong_id)} at position {at},"
-            f" expected 0 to {vocab_size - 1}, the model's vocabulary"
-        )
+    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    if set(map(type, values)) <= {int} and 0 <= min(values, default=0) <= max(values, default=0) < vocab_size:
+        return
+    for at, one in enumerate(values):
+        if type(one) is bool or not isinstance(one, int | np.integer) or not 0 <= one < vocab_size:
+            raise InvalidInputError(
+                f"{name}: got token id {describe(one)} at position {at},"
+                f" expected 0 to {vocab_size - 1}, the model's vocabulary"
+            )
 
 
 def overlong_text(name: str, text: str, model: Model) -> str | None:
@@ -313,8 +307,8 @@ def search_steps(pattern: str, num_chars: int) -> float:
     in k ways. From one start position, the search can therefore reach an element several times, at most the
     product of the ways of all earlier elements. Each time, the element takes one step, or up to n steps with
     a quantifier `{m,n}`. The bound also counts combinations of matches that cannot occur together, so some
-    harmless regexes are refused. It is infinity if the pattern breaks one of rules 1 to 3 in the module's
-    docstring.
+    harmless regexes are refused. The bound is infinity if the pattern breaks one of rules 1 to 3 in the
+    module's docstring.
 
     Args:
         pattern: a regular expression in the syntax of Python's `re`.

@@ -67,7 +67,19 @@ class InvalidInputError(SglangToppError, ValueError):
     """An argument or a request field is wrong. A call that raises this error has no effect."""
 
 
-class InvalidCandidateSetsError(InvalidInputError):
+class _FieldError(ValueError):
+    """An error of one field of a larger value."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+class InvalidCandidateSetsError(InvalidInputError, _FieldError):
     """The arrays break a rule of `CandidateSets`, such as a rule on dtypes or on the order of candidates.
 
     Attributes:
@@ -75,30 +87,14 @@ class InvalidCandidateSetsError(InvalidInputError):
         problem: the error message without the field's name.
     """
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(field, problem)
-        self.field = field
-        self.problem = problem
 
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
-
-
-class WireError(SglangToppError, ValueError):
+class WireError(SglangToppError, _FieldError):
     """A payload cannot be decoded exactly.
 
     Attributes:
         field: the invalid key of the payload.
         problem: the error message without the field's name.
     """
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(field, problem)
-        self.field = field
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
 
 
 class MissingCandidateSetsError(WireError):

@@ -56,7 +56,9 @@ def test_an_id_beyond_the_vocabulary_is_named(ids: Any, shown: str, position: in
     assert str(caught.value) == f"prompts[3]: got token id {shown} at position {position}, {expected}"
 
 
-@pytest.mark.parametrize("ids", [[], [0], [511, 0], np.array([], np.int64), np.array([5], np.uint8)])
+@pytest.mark.parametrize(
+    "ids", [[], [0], [511, 0], np.array([], np.int64), np.array([5], np.uint8), [np.int64(5)]]
+)
 def test_ids_of_the_vocabulary_pass(ids: Any) -> None:
     check_token_ids("prompts", ids, 512)
 

@@ -14,9 +14,7 @@ PUBLIC = {
     "sglang_topp.formats": [
         "NO_DISTRIBUTION",
         "Side",
-        "decode_prompt_top_p",
         "decode_sampling_mask",
-        "decode_top_k",
         "decode_top_p",
         "encode_top_k",
         "encode_top_p",
@@ -24,7 +22,6 @@ PUBLIC = {
         "merge_stream_chunks",
         "pack",
         "pack_base64",
-        "pack_parts",
         "unpack",
         "unpack_base64",
     ],

@@ -20,7 +20,8 @@ _BASELINE, _BAR, _WHISKER, _TARGET = "#b8b8b8", "#2f6f9f", "#222222", "#b5442e"
 # A chart whose largest ratio exceeds this number gets a logarithmic axis. On a linear axis, the bars of the
 # small ratios would be too short to see.
 _MAX_LINEAR_RATIO = 20
-_TITLE_CHARS = 115
+_WIDTH, _DPI = 8.0, 92  # 736 pixels, the width of the site's column
+_TITLE_CHARS, _FOOTER_CHARS = 100, 125
 
 
 def draw(path: Path) -> list[Path]:
@@ -43,14 +44,14 @@ def _draw(path: Path, result: dict[str, Any], tables: list[dict[str, Any]]) -> P
 
     sizes = [len(table["rows"]) for table in tables]
     more_lines = sum(_title(table).count("\n") for table in tables)
-    height = 0.3 * sum(sizes) + 0.75 * len(sizes) + 0.15 * more_lines + 0.4
-    figure = Figure(figsize=(9, height), layout="constrained")
+    height = 0.3 * sum(sizes) + 0.8 * len(sizes) + 0.17 * more_lines + 0.5
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots(len(tables), 1, height_ratios=[size + 0.6 for size in sizes], squeeze=False)
     for each, table in zip(axes.flat, tables, strict=True):
         _panel(each, table)
-    figure.supxlabel(_measured_on(result), fontsize=7, color="#555555")
+    figure.supxlabel(_measured_on(result), fontsize=8, color="#555555")
     # Leave matplotlib's version out of the file, so that the same tables always give the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
     return path
 
 
@@ -72,16 +73,16 @@ def _panel(axes: Any, table: dict[str, Any]) -> None:
             axes.plot([ratio["min"], ratio["max"]], [place, place], color=_WHISKER, linewidth=1, marker="|")
         text = f"{_short(ratio['median'])}×  ({figure} {table['unit']})"
         end = ratio["max"] if place else ratio["median"]
-        offset = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 8}
+        offset = {"textcoords": "offset points", "xytext": (6, 0), "va": "center", "fontsize": 9}
         axes.annotate(text, (end, place), **offset)
     if table["target"] is not None:
         axes.axvline(table["target"], color=_TARGET, linewidth=0.8, linestyle=":")
-    axes.set_yticks(places, [row["label"] for row in rows], fontsize=8)
+    axes.set_yticks(places, [row["label"] for row in rows], fontsize=9)
     axes.invert_yaxis()
     # Leave room for the text to the right of the longest bar.
-    axes.set_xlim(left, largest * (largest / left) ** 0.35 if left else largest * 1.35)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(_title(table), fontsize=9, loc="left")
+    axes.set_xlim(left, largest * (largest / left) ** 0.45 if left else largest * 1.45)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(_title(table), fontsize=10, loc="right")  # the labels' width varies
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -96,9 +97,10 @@ def _short(value: float) -> str:
 def _measured_on(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     gpu = machine["gpu"]["name"] if machine["gpu"] else "no GPU"
-    return (
+    return textwrap.fill(
         f"{machine['cpu']}, {machine['cores']} cores, {gpu}; torch {versions['torch']};"
-        f" {result['date']}, commit {versions['commit']}, load {machine['load']}"
+        f" {result['date']}, commit {versions['commit']}, load {machine['load']}",
+        _FOOTER_CHARS,
     )
 
 

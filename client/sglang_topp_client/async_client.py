@@ -12,7 +12,6 @@ from ssl import SSLContext
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, Unpack, overload
 
 from sglang_topp.errors import InvalidInputError, SglangToppError
-from sglang_topp_client.checks import check_choice, check_request_id, seconds, whole_number
 from sglang_topp_client.requests import (
     OnAbort,
     OnTimeout,
@@ -23,14 +22,14 @@ from sglang_topp_client.requests import (
     Start,
     TopLogprobsP,
     TopLogprobsSource,
-    mark_interruptible,
-    plan,
-    plan_resume,
-    plan_scores,
+    build_resume_requests,
+    build_sample_requests,
+    build_score_requests,
 )
 from sglang_topp_client.rollout import ReturnField, Rollout, Score
 from sglang_topp_client.run import RunOptions, Runs
 from sglang_topp_client.transport.server_config import ServerConfig, check_key, server_urls
+from sglang_topp_client.value_checks import check_choice, check_request_id, seconds, whole_number
 from sglang_topp_client.weight_push.weight_pusher import WeightPusher
 
 _P = ParamSpec("_P")
@@ -133,6 +132,7 @@ class AsyncRolloutClient:
         max_retries: int = 4,
         max_message_bytes: int = 512 * 2**20,
     ) -> None:
+        self._arguments: dict[str, Any] = {name: given for name, given in locals().items() if name != "self"}
         check_choice("kind", kind, Literal["auto", "sidecar", "sglang"])
         whole_number("max_retries", max_retries, 0)
         headers = {} if headers is None else headers
@@ -140,11 +140,6 @@ class AsyncRolloutClient:
             ServerConfig(url, max_connections, max_message_bytes, api_key, headers, ssl)
             for url in server_urls("base_url", base_url)
         ]
-        self._base_url = base_url if isinstance(base_url, str) else tuple(base_url)
-        self._engine_url = (
-            engine_url if engine_url is None or isinstance(engine_url, str) else tuple(engine_url)
-        )
-        self._engine_api_key = engine_api_key
         check_key("engine_api_key", engine_api_key)
         self._weights = WeightPusher(
             base_url if engine_url is None else engine_url,
@@ -152,12 +147,14 @@ class AsyncRolloutClient:
             headers=headers,
             ssl=ssl,
         )
+        urls = {name: self._arguments[name] for name in ("base_url", "engine_url")}
+        self._arguments |= {name: tuple(url) for name, url in urls.items() if not isinstance(url, str | None)}
+        self._arguments["headers"] = self._configs[0].headers
         addresses = [config.base_url for config in (*self._configs, *self._weights.configs)]
         if ssl is not None and not any(url.lower().startswith("https:") for url in addresses):
             raise InvalidInputError(
                 f"ssl: got TLS settings, but no address begins with https://: {', '.join(addresses)}"
             )
-        self._kind, self._max_retries = kind, max_retries
         self._runs = Runs(
             self._configs,
             kind=None if kind == "auto" else kind,
@@ -171,21 +168,10 @@ class AsyncRolloutClient:
                 "ssl: got an SSLContext, which does not pickle; make the client where it is used, or name the"
                 " CA in the file of SSL_CERT_FILE there and leave ssl= out"
             )
-        return functools.partial(
-            type(self),
-            self._base_url,
-            engine_url=self._engine_url,
-            kind=self._kind,
-            api_key=self._configs[0].api_key,
-            engine_api_key=self._engine_api_key,
-            headers=self._configs[0].headers,
-            max_connections=self._configs[0].max_connections,
-            max_retries=self._max_retries,
-            max_message_bytes=self._configs[0].max_message_bytes,
-        ), ()
+        return functools.partial(type(self), **self._arguments), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._base_url!r}, kind={self._kind!r})"
+        return f"{type(self).__name__}({self._arguments['base_url']!r}, kind={self._arguments['kind']!r})"
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -273,8 +259,9 @@ class AsyncRolloutClient:
             SampledTokenMissingError: a set lacks its sampled token.
             WireError: any other part of the answer is missing, is malformed, or contradicts the request.
         """
-        requests = _plan(prompts, sampling_params, options)
-        return await self._runs.gather(requests, self._options("generate", options))
+        run_options = self._options("generate", options)
+        requests = build_sample_requests(prompts, sampling_params, **options)
+        return await self._runs.gather(requests, run_options)
 
     @overload
     def stream(
@@ -309,8 +296,8 @@ class AsyncRolloutClient:
         With `return_exceptions`, the iterator yields an error for each failed sample, whose `prompt_index`
         tells the prompt.
         """
-        requests = _plan(prompts, sampling_params, options)
-        return self._stream(requests, self._options("stream", options))
+        run_options = self._options("stream", options)
+        return self._stream(build_sample_requests(prompts, sampling_params, **options), run_options)
 
     @overload
     async def resume(
@@ -367,21 +354,12 @@ class AsyncRolloutClient:
         """
         if isinstance(rollouts, Sequence) and not len(rollouts):
             return []
-        requests, existing = plan_resume(
-            rollouts,
-            sampling_params,
-            options.get("top_logprobs_p"),
-            options.get("top_logprobs_source"),
-            options.get("return_fields"),
-        )
+        run_options = self._options("resume", options)
+        requests, existing = build_resume_requests(rollouts, sampling_params, **options)
         # Two of the caller's rollouts can have the same `prompt_index` and the same `sample_index`. Each of
         # the `requests` therefore has a new `prompt_index`: the position of its rollout in `rollouts`. The
         # code below gives each result the two indices of the caller's rollout.
-        resumed = await self._runs.gather(
-            _marked(requests, options),
-            self._options("resume", options),
-            dict(enumerate(existing)),
-        )
+        resumed = await self._runs.gather(requests, run_options, dict(enumerate(existing)))
         return [
             replace(rest, prompt_index=part.prompt_index, sample_index=part.sample_index)
             if isinstance(rest, Rollout)
@@ -429,8 +407,8 @@ class AsyncRolloutClient:
                 the engine's prompt limit (in SGLang 0.5.23, the context length minus 7).
             SglangToppError: as for `generate`.
         """
-        requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return await self._runs.gather(requests, self._options("score", options))
+        run_options = self._options("score", options)
+        return await self._runs.gather(build_score_requests(sequences, **options), run_options)
 
     @overload
     def stream_scores(
@@ -444,8 +422,8 @@ class AsyncRolloutClient:
 
     def stream_scores(self, sequences: Sequences, **options: Any) -> AsyncGenerator[Any, None]:
         """Score as `score` does, but yield each score as it arrives, in any order. See also `stream`."""
-        requests = plan_scores(sequences, options.get("top_logprobs_p"), options.get("start"))
-        return self._stream(requests, self._options("stream_scores", options))
+        run_options = self._options("stream_scores", options)
+        return self._stream(build_score_requests(sequences, **options), run_options)
 
     # -- requests in flight ------------------------------------------------------------------------
 
@@ -546,23 +524,20 @@ class AsyncRolloutClient:
             async for _, result in results:
                 yield result
 
-    def _options(self, method: str, given: Mapping[str, Any]) -> RunOptions:
-        """Check the options of a call."""
+    def _options(self, method: str, given: dict[str, Any]) -> RunOptions:
+        """Check the options of a call, and leave in `given` those that say what to request."""
         kind = ScoreOptions if "score" in method else GenerateOptions
         for name in given:
             if name not in kind.__optional_keys__ | {"return_exceptions"}:
                 raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        keeps_going = given.get("return_exceptions", False)
+        keeps_going = given.pop("return_exceptions", False)
         check_choice("return_exceptions", keeps_going, Literal[True, False])
-        check_choice("progress", given.get("progress"), Literal[True, False, None])
-        if (request_id := given.get("request_id")) is not None:
+        progress = check_choice("progress", given.pop("progress", None), Literal[True, False, None])
+        if (request_id := given.pop("request_id", None)) is not None:
             check_request_id(request_id)
         default_s = None if "stream" in method else DEFAULT_TIMEOUT_S
-        if (timeout_s := given.get("timeout_s", default_s)) is not None:
+        if (timeout_s := given.pop("timeout_s", default_s)) is not None:
             timeout_s = seconds("timeout_s", timeout_s)
-        on_abort = given.get("on_abort", "raise")
-        if kind is ScoreOptions:
-            check_choice("on_abort", on_abort, Literal["raise", "resume"], ": scores have no parts")
         headers: dict[str, str] = {}
         # A program that uses OpenTelemetry has imported it. In any other, the import would only cost time.
         if "opentelemetry" in sys.modules:
@@ -571,25 +546,10 @@ class AsyncRolloutClient:
             TraceContextTextMapPropagator().inject(headers)
         return RunOptions(
             request_id or uuid.uuid4().hex,
-            on_abort=on_abort,
+            on_abort=given.get("on_abort", "raise"),
             timeout_s=timeout_s,
             on_timeout=given.get("on_timeout", "raise"),
-            progress=given.get("progress"),
+            progress=progress,
             keeps_going=keeps_going,
             headers=headers,
         )
-
-
-def _plan(
-    prompts: Prompts, sampling_params: SamplingParams, options: Mapping[str, Any]
-) -> list[SampleRequest]:
-    given = (
-        options.get("top_logprobs_p"),
-        options.get("top_logprobs_source"),
-        options.get("return_fields", ()),
-    )
-    return _marked(plan(prompts, sampling_params, *given), options)
-
-
-def _marked(requests: Sequence[SampleRequest], options: Mapping[str, Any]) -> list[SampleRequest]:
-    return mark_interruptible(requests, options.get("on_abort", "raise"), options.get("on_timeout", "raise"))

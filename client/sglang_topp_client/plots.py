@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.checks import import_optional
+from sglang_topp_client.value_checks import import_optional
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

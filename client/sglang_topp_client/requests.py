@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +23,6 @@ import numpy as np
 from sglang_topp import CandidateSets
 from sglang_topp.engine_contract import find_resume_problem
 from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.checks import as_array, as_token_ids, check_choice, find_json_problem, is_text
 from sglang_topp_client.rollout import (
     ABORT,
     DISTRIBUTION,
@@ -31,6 +31,13 @@ from sglang_topp_client.rollout import (
     Rollout,
     TokenField,
     find_problems,
+)
+from sglang_topp_client.value_checks import (
+    as_array,
+    as_token_ids,
+    check_choice,
+    find_json_problem,
+    whole_number,
 )
 
 Prompts: TypeAlias = (
@@ -70,10 +77,10 @@ _NO_TOKEN = {"max_new_tokens": 0, "temperature": 1.0}
 _DISTRIBUTION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "logit_bias")
 _MAX_START = int(np.iinfo(np.int32).max)
 # The names of media fields in the APIs of SGLang, vLLM, transformers, and OpenAI.
-_MEDIA = (
+_MEDIA = {
     *(kind + end for kind in ("image", "video", "audio") for end in ("", "s", "_data", "_url")),
     *("input_audio", "modalities", "mm_data", "multi_modal_data"),
-)
+}
 _NO_MEDIA = (
     "the client sends no images, audio, or video: a Rollout records token ids alone, from which a trainer"
     " could not score such a prompt"
@@ -127,12 +134,14 @@ class ScoreRequest(SampleRequest):
     start: int = 1
 
 
-def plan(
+def build_sample_requests(
     prompts: Prompts,
     sampling_params: SamplingParams,
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
-    return_fields: Sequence[str] = (),
+    return_fields: Sequence[str] | None = None,
+    on_abort: OnAbort = "raise",
+    on_timeout: OnTimeout = "raise",
 ) -> list[SampleRequest]:
     """Check a caller's arguments, and build one `SampleRequest` per prompt.
 
@@ -149,25 +158,32 @@ def plan(
             threshold. A prompt with neither `SAMPLER` nor a threshold gets no sets.
         return_fields: names of `RETURN_FIELDS`. Every prompt must ask for sets: only then does the engine
             guarantee the weights of each row.
+        on_abort, on_timeout: whether the caller, or the client, takes partial samples.
 
     Raises:
-        InvalidInputError: an argument is wrong; the error names the argument.
+        InvalidInputError: an argument is wrong; the error names the argument. Or `on_abort` is `"resume"`,
+            and a sampling parameter does not allow an exact resume.
     """
+    check_choice("on_abort", on_abort, OnAbort)
+    check_choice("on_timeout", on_timeout, OnTimeout)
+    takes_parts = on_abort != "raise" or on_timeout != "raise"
     all_prompts = _prompts("prompts", prompts, takes_messages=True)
     count = len(all_prompts)
     params = one_each(
         "sampling_params", {} if sampling_params is None else sampling_params, count, _sampling_params
     )
-    if (num_samples := sum(n for _, n in params)) > _MAX_SAMPLES:
-        raise InvalidInputError(
-            f"sampling_params: n makes {describe(num_samples)} samples in all, expected {_MAX_SAMPLES} at"
-            " most; ask for more in several calls"
-        )
     thresholds = one_each("top_logprobs_p", top_logprobs_p, count, _threshold)
-    sources = one_each("top_logprobs_source", top_logprobs_source, count, _source)
-    fields = _field_names(return_fields)
-    requests = []
+    sources = one_each("top_logprobs_source", top_logprobs_source, count, _SOURCE)
+    fields = () if return_fields is None else _field_names(return_fields)
+    requests, num_samples = [], 0
     for index, (without_n, n) in enumerate(params):
+        if (num_samples := num_samples + n) > _MAX_SAMPLES:
+            raise InvalidInputError(
+                f"sampling_params: n makes {describe(num_samples)} samples or more, expected {_MAX_SAMPLES}"
+                " at most; ask for more in several calls"
+            )
+        if on_abort == "resume":
+            check_resumable(f"sampling_params of prompt {index}", without_n)
         source, threshold = sources[index], thresholds[index]
         if source == SAMPLER and threshold is not None:
             raise InvalidInputError(
@@ -189,14 +205,19 @@ def plan(
                 tuple(range(n)),
                 threshold,
                 source,
+                resumed_tokens=0 if takes_parts else None,
+                is_interruptible=takes_parts,
                 return_fields=fields,
             )
         )
     return requests
 
 
-def plan_scores(
-    sequences: Sequences, top_logprobs_p: TopLogprobsP = None, start: Start = None
+def build_score_requests(
+    sequences: Sequences,
+    top_logprobs_p: TopLogprobsP = None,
+    start: Start = None,
+    on_abort: Literal["raise", "resume"] = "raise",
 ) -> list[ScoreRequest]:
     """Check a caller's arguments, and build one request per sequence.
 
@@ -207,10 +228,12 @@ def plan_scores(
             scores have no sets.
         start: the first scored position, one for all sequences or one per sequence. By default (None), a
             Rollout is scored from its first generated token on, and any other sequence from position 1 on.
+        on_abort: whether an aborted sequence is sent again.
 
     Raises:
         InvalidInputError: an argument is wrong; the error names the argument.
     """
+    check_choice("on_abort", on_abort, Literal["raise", "resume"], ": scores have no parts")
     rollouts = _rollouts(sequences)
     ids = [np.concatenate([rollout.prompt_ids, rollout.output_ids]) for rollout in rollouts]
     prompts = _prompts("sequences", ids or sequences)
@@ -282,13 +305,10 @@ def _sampling_params(name: str, given: Any) -> tuple[Mapping[str, Any], int]:
     for key in params:
         if not isinstance(key, str):
             raise InvalidInputError(f"{name}: got the name {describe(key)}, expected text")
-    n = params.pop("n", 1)
-    n = 1 if n is None else n
-    if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
-        raise InvalidInputError(f"{name}: got n = {describe(n)}, expected an integer of 1 or more")
+    n = 1 if (n := params.pop("n", None)) is None else whole_number(f"{name}.n", n, 1)
     if (problem := _find_media(params) or find_json_problem(params)) is not None:
         raise InvalidInputError(f"{name}: {problem}")
-    return params, int(n)
+    return params, n
 
 
 def _field_names(names: Any) -> tuple[str, ...]:
@@ -311,9 +331,7 @@ def _threshold(name: str, given: Any) -> float | None:
     return float(given) or None
 
 
-def _source(name: str, given: Any) -> str | None:
-    check_choice(name, given, Literal["distribution", "sampler", None])
-    return None if given is None else str(given)
+_SOURCE = partial(check_choice, choices=Literal["distribution", "sampler", None])
 
 
 def _start(name: str, given: Any) -> int | None:
@@ -343,12 +361,14 @@ def _rollouts(sequences: Any) -> list[Rollout]:
 
 def _find_media(fields: Mapping[Any, Any]) -> str | None:
     """Return an error message, or None if `fields` holds no images, audio, or video."""
-    found = next((name for name in _MEDIA if fields.get(name) is not None), None)
-    return None if found is None else f"got {found}, expected text only; {_NO_MEDIA}"
+    for name in _MEDIA & fields.keys():
+        if fields[name] is not None:
+            return f"got {name}, expected text only; {_NO_MEDIA}"
+    return None
 
 
 def _prompts(name: str, prompts: Any, *, takes_messages: bool = False) -> list[Prompt]:
-    """Check a caller's prompts, and return each one as text, token ids, or chat messages.
+    """Check a caller's prompts, and return each one as text, token ids, or chat messages, as the first is.
 
     Args:
         name: the name of the caller's argument, for error messages.
@@ -367,38 +387,36 @@ def _prompts(name: str, prompts: Any, *, takes_messages: bool = False) -> list[P
                 f"{name}: got {type(prompts).__name__}, expected text, texts, token ids, or lists of these"
             )
         prompts = array
-    items = list(prompts)
-    if not items:
+    if not len(prompts):
         raise InvalidInputError(f"{name}: got none, expected at least one, of at least one token")
-    is_conversation = any(isinstance(item, Mapping) for item in items)
-    if is_conversation or any(map(_is_conversation, items)):
+    first = prompts[0]
+    if isinstance(first, int | np.integer):
+        return [as_token_ids(name, prompts)]
+    parse: Callable[[str, Any], Prompt] = as_token_ids
+    if isinstance(first, str):
+        parse = _text
+    elif isinstance(first, Mapping) or (
+        isinstance(first, list | tuple) and first and isinstance(first[0], Mapping)
+    ):
         if not takes_messages:
             raise InvalidInputError(
                 f"{name}: got chat messages, expected text or token ids; apply the chat template and give the"
                 " token ids, such as Rollout.prompt_ids"
             )
-        if is_conversation:
-            return [_messages(name, items)]
-        return [_messages(f"{name}[{i}]", item) for i, item in enumerate(items)]
-    if all(isinstance(item, str) for item in items):
-        return [_text(f"{name}[{i}]", item) for i, item in enumerate(items)]
-    if all(isinstance(item, int | np.integer) for item in items):
-        return [as_token_ids(name, prompts)]
-    if any(isinstance(item, str) for item in items):
-        raise InvalidInputError(f"{name}: got text and token ids in one request, expected one kind")
-    return [as_token_ids(f"{name}[{i}]", item) for i, item in enumerate(items)]
+        if isinstance(first, Mapping):
+            return [_messages(name, prompts)]
+        parse = _messages
+    return [parse(f"{name}[{i}]", one) for i, one in enumerate(prompts)]
 
 
-def _text(name: str, text: str) -> str:
+def _text(name: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{name}: got {type(text).__name__} among texts, expected one kind")
     if not text:
         raise InvalidInputError(f"{name}: got an empty text, expected at least one token")
-    if not is_text(text):
-        raise InvalidInputError(f"{name}: got text with a lone surrogate, which is no Unicode text")
+    if (problem := find_json_problem(text)) is not None:
+        raise InvalidInputError(f"{name}: {problem}")
     return text
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)
 
 
 def _messages(name: str, messages: Any) -> Messages:
@@ -436,35 +454,13 @@ def _messages(name: str, messages: Any) -> Messages:
 # -- resume ----------------------------------------------------------------------------------------
 
 
-def mark_interruptible(
-    wanted: Sequence[SampleRequest], on_abort: OnAbort, on_timeout: OnTimeout = "raise"
-) -> list[SampleRequest]:
-    """Return the requests, marked as interruptible if the caller, or the client, takes partial samples.
-
-    Raises:
-        InvalidInputError: `on_abort` or `on_timeout` is none of its values, or `on_abort` is `"resume"` and a
-            sampling parameter does not allow an exact resume.
-    """
-    check_choice("on_abort", on_abort, OnAbort)
-    check_choice("on_timeout", on_timeout, OnTimeout)
-    if on_abort == on_timeout == "raise":
-        return list(wanted)
-    if on_abort == "resume":
-        for one in wanted:
-            check_resumable(f"sampling_params of prompt {one.prompt_index}", one.sampling_params)
-    return [replace(one, resumed_tokens=one.resumed_tokens or 0, is_interruptible=True) for one in wanted]
-
-
 def check_resumable(name: str, params: Mapping[str, Any]) -> None:
     """Raise InvalidInputError if a sample with these sampling parameters cannot be resumed exactly."""
     if problem := find_resume_problem(params):
         raise InvalidInputError(f"{name}: {problem}")
     for field in ("max_new_tokens", "min_new_tokens"):
-        limit = params.get(field)
-        if limit is not None and (type(limit) is not int or limit < 0):
-            raise InvalidInputError(
-                f"{name}: {field}: got {describe(limit)}, expected a whole number of 0 or more"
-            )
+        if (limit := params.get(field)) is not None:
+            whole_number(f"{name}: {field}", limit, 0)
     if "max_new_tokens" not in params:
         raise InvalidInputError(
             f"{name}: max_new_tokens: got none, expected a number, or None for as many as fit: the client"
@@ -472,12 +468,14 @@ def check_resumable(name: str, params: Mapping[str, Any]) -> None:
         )
 
 
-def plan_resume(
+def build_resume_requests(
     rollouts: Any,
     sampling_params: SamplingParams = None,
     top_logprobs_p: TopLogprobsP = None,
     top_logprobs_source: TopLogprobsSource = None,
     return_fields: Sequence[str] | None = None,
+    on_abort: OnAbort = "raise",
+    on_timeout: OnTimeout = "raise",
 ) -> tuple[list[SampleRequest], list[Rollout]]:
     """Check the rollouts that a caller wants to resume, and build one request for each.
 
@@ -487,6 +485,7 @@ def plan_resume(
             for all rollouts, or one per rollout. The rollout's own record fills in each None, and what
             `sampling_params` lacks.
         return_fields: the fields that every rollout has, or None to keep each rollout's own.
+        on_abort, on_timeout: as for `build_sample_requests`.
 
     Returns:
         Two lists of the same length: a list of SampleRequests, one per rollout, and the list of rollouts.
@@ -525,16 +524,16 @@ def plan_resume(
     for i, rollout in enumerate(rollouts):
         if thresholds[i] is None and sources[i] is None:
             thresholds[i], sources[i] = rollout.top_logprobs_p, rollout.top_logprobs_source
-    wanted = plan([rollout.prompt_ids for rollout in rollouts], params, thresholds, sources)
+    prompts = [rollout.prompt_ids for rollout in rollouts]
+    wanted = build_sample_requests(prompts, params, thresholds, sources, None, on_abort, on_timeout)
     for i, (one, rollout) in enumerate(zip(wanted, rollouts, strict=True)):
         names = tuple(rollout.token_fields)
         if return_fields is not None and set(fields := _field_names(return_fields)) != set(names):
             raise InvalidInputError(f"return_fields: got {fields}, expected {names}, which rollouts[{i}] has")
         wanted[i] = replace(one, return_fields=names)
-    for one, rollout in zip(wanted, rollouts, strict=True):
-        _check_same(f"rollouts[{one.prompt_index}]", rollout, one)
+        _check_same(f"rollouts[{i}]", rollout, one)
         if rollout.turn_start < len(rollout.output_ids) and rollout.finish_reason != "stop":
-            check_resumable(f"sampling_params of rollouts[{one.prompt_index}]", one.sampling_params)
+            check_resumable(f"sampling_params of rollouts[{i}]", one.sampling_params)
     return wanted, rollouts
 
 

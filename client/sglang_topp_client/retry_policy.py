@@ -35,8 +35,7 @@ class RetryBudget:
         waits_out_refusals: whether the call waits without limit for a server that accepts no request at the
             moment (429, 503). A refused attempt then uses up no retry, because the server works.
         repeats_aborted: whether the client repeats a call that the engine aborted because of an abort
-            request, a pause, or a weight update. The repeated call waits out refusals, because the engine may
-            be paused.
+            request, a pause, or a weight update.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class RetryBudget:
                 server without the memory for a sample's sets would refuse the sample again.
         """
         is_repeated = self._repeats_aborted and isinstance(error, AbortedError)
-        self._waits_out_refusals |= is_repeated
         if not is_repeated and not is_retryable(error):
             return None
         # The server accepts no request at the moment.

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError, WireError, describe
 from sglang_topp.formats.field_parsing import renaming_errors
-from sglang_topp_client.checks import as_token_ids
 from sglang_topp_client.rollout_html import rollout_to_html
+from sglang_topp_client.value_checks import as_token_ids
 
 ABORT, EXTENDED = "abort", "extended"
 """The finish reasons of a sample that the engine aborted, and of a sample extended by `Rollout.extend`."""
@@ -232,6 +232,27 @@ class Rollout:
             weight_spans=None if spans is None else _join_spans(spans, (("", len(ids)),)),
             appended_spans=(*before, (start, end)),
         )
+
+    def continue_with(self, prompt_ids: Sequence[int] | NDArray[np.integer]) -> Rollout | None:
+        """Return this rollout, extended to the prompt of a later turn, or None if the prompt is not its
+        continuation.
+
+        The prompt continues the rollout if it begins with `prompt_ids` and `output_ids`, token by token; the
+        tokens after them are appended as by `extend`. Tokens that were tokenized again often differ, and
+        training on them would put log-probs on tokens that the engine never drew. Continue a rollout once:
+        the continuation holds all of its tokens, and two continuations would train them twice.
+
+        Args:
+            prompt_ids: the token ids of the whole prompt.
+
+        Raises:
+            InvalidInputError: the argument `prompt_ids` is empty, or holds anything other than token ids.
+        """
+        ids = np.array(as_token_ids("prompt_ids", prompt_ids), np.int32)
+        known = np.concatenate([self.prompt_ids, self.output_ids])
+        if not np.array_equal(ids[: len(known)], known):
+            return None
+        return self.extend(ids[len(known) :]) if len(ids) > len(known) else self
 
     @property
     def masked_logprobs(self) -> NDArray[np.float32]:

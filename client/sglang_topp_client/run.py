@@ -1,9 +1,19 @@
 """Runs: the calls of one client; Run: one call of `generate`, `resume`, or `score`.
 
-A Run has one coroutine for each of its prompts (`Run._prompt`), which knows the samples that are missing. It
-picks a server, sends one HTTP call for the missing samples, and reads the answer. If the call fails, it asks
-again for what is still missing, under a new id, from another server or after a delay. It ends once no sample
-is missing. A sample that the engine has aborted gets a coroutine of its own if the caller wants it resumed.
+A Run has one job for each of its prompts, and each job a task, which knows the samples that are missing. From
+the caller to the HTTP call and back:
+
+1. `results` starts `_start_jobs` in the background, and yields each result that arrives.
+2. `_start_jobs` starts a task for each prompt, `_do_job`, as far as `max_connections` allows.
+3. `_call_until_complete` picks a server. If the call fails, it asks again for what is still missing, under a
+   new id, from another server or after a delay. It ends once no sample is missing.
+4. `_call` sends one HTTP call for the missing samples, and reads the answer.
+5. `_take` gives each result to `results`. If the engine has aborted a sample that the caller wants resumed,
+   `_resume_sample` starts a job for the rest of it.
+
+A call ends early in two ways. `cancel` cancels its tasks, which close their connections, and the caller gets
+an error. `_stop` serves a caller that wants partial samples: it asks the servers to abort the samples, and
+still takes what they send.
 """
 
 from __future__ import annotations
@@ -11,9 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -27,6 +36,7 @@ from sglang_topp.errors import (
     SglangToppError,
     TransportError,
 )
+from sglang_topp_client.progress import FIRST_S, Progress
 from sglang_topp_client.protocols.sglang import SglangExchange
 from sglang_topp_client.protocols.sidecar import SidecarExchange
 from sglang_topp_client.requests import (
@@ -40,9 +50,9 @@ from sglang_topp_client.requests import (
 )
 from sglang_topp_client.retry_policy import RetryBudget, is_retryable
 from sglang_topp_client.rollout import ABORT, Rollout, Score, join_parts
-from sglang_topp_client.servers import Kind, Server, Servers
+from sglang_topp_client.servers import Server, Servers
 from sglang_topp_client.transport.http import FileLimitError
-from sglang_topp_client.transport.server_config import ROUTING_KEY, ServerConfig
+from sglang_topp_client.transport.server_config import ROUTING_KEY, Kind, ServerConfig
 
 Place: TypeAlias = tuple[int, int]
 """A prompt index and a sample index."""
@@ -52,7 +62,9 @@ Existing: TypeAlias = Mapping[int, Rollout] | None
 # Messages above this size are decoded in a thread, because decoding takes milliseconds and would block the
 # event loop.
 _OFF_LOOP_BYTES = 1 << 18
-_REFUSALS = (AuthenticationError, BadRequestError, OverloadedError)
+# With these answers, an engine has not started the request, so nothing has to be aborted.
+_NOT_STARTED = (AuthenticationError, BadRequestError, OverloadedError)
+# A caller that takes no results stops the start of further prompts, because each result takes memory.
 _MAX_WAITING_RESULTS = 1024
 _FILE_WAIT_S = 0.1
 # An engine that aborted a sample before its first token would probably abort the next request too.
@@ -62,8 +74,8 @@ _FIRST_RESUME_WAIT_S, _MAX_RESUME_WAIT_S = 0.05, 2.0
 _GRACE_S: dict[Kind, float] = {"sglang": 5.0, "sidecar": 10.0}
 # An engine ignores an abort for a request that has not reached it yet, so `stop` repeats each abort.
 _REPEAT_ABORT_S = 0.25
-_FIRST_PROGRESS_S, _NEXT_PROGRESS_S = 2.0, 0.2
-# A stopped call ends after at most 10 s, and its aborts are sent within three seconds.
+# `abort` waits this long for the calls of other event loops. A stopped call ends after at most 10 s, and its
+# aborts are sent within three seconds.
 _OTHER_LOOPS_S = 15.0
 
 _log = logging.getLogger(__name__)
@@ -140,9 +152,12 @@ class Runs:
         self, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing = None
     ) -> list[Any]:
         """Return the results of a new call in the order of its prompts."""
-        async with aclosing(self.stream(requests, options, existing)) as results:
-            outcomes = {place: outcome async for place, outcome in results}
-        return [outcomes[place] for place in sorted(outcomes)]
+        run = Run(self.servers, requests, options, existing)
+        outcomes: dict[Place, Any] = dict.fromkeys(run.missing)
+        async with aclosing(run.results()) as results:
+            async for place, outcome in results:
+                outcomes[place] = outcome
+        return list(outcomes.values())
 
     async def abort(self, request_id: str) -> int:
         """Abort the calls with the id `request_id`; see `AsyncRolloutClient.abort`."""
@@ -157,7 +172,7 @@ class Runs:
             # A loop that ends at this moment never answers, and ends its calls too.
             await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
         if not any(counts):
-            counts += await self.servers.on_all(lambda server: server.abort(request_id))
+            counts += await self.servers.on_all(lambda server: server.aborts.send(request_id))
         return sum(counts)
 
     async def _abort_here(self, request_id: str, counts: list[int]) -> None:
@@ -178,7 +193,7 @@ class Runs:
         stopped = [run for run in servers.runs if run.returns_parts]
         for run in stopped:
             run.abort()
-        await servers.on_all(lambda server: server.abort(None))
+        await servers.on_all(lambda server: server.aborts.send(None))
         for run in stopped:
             await run.wait()
 
@@ -198,7 +213,7 @@ class Runs:
 
 
 class _Job:
-    """The rest of the work of one coroutine: the samples of a prompt, or the rest of one sample.
+    """The work of one task: the samples of a prompt, or the rest of one sample.
 
     Attributes:
         wanted: the caller's request for complete samples of one prompt.
@@ -207,7 +222,8 @@ class _Job:
         wait_s: how long to wait before the first call.
         missing: the sample indices that no server has returned yet.
         server, exchange: the call in flight; the server is None between two calls.
-        expiry: ends the job at once when it is rescheduled.
+        left_queue: set once the job has one of the client's slots, or has ended without one.
+        expiry: ends the job at once when it is rescheduled, even while it waits for its slot.
     """
 
     def __init__(
@@ -218,7 +234,7 @@ class _Job:
         self.missing = set(self.request.samples)
         self.server: Server | None = None
         self.exchange: SglangExchange | SidecarExchange | None = None
-        self.expiry = asyncio.timeout(None)
+        self.left_queue, self.expiry = asyncio.Event(), asyncio.timeout(None)
 
 
 class Run:
@@ -232,7 +248,7 @@ class Run:
 
     Attributes:
         name: the caller's name for the call. Several calls may have the same name.
-        missing: the places whose results have not been delivered.
+        missing: the places whose results have not been delivered, in the caller's order.
         returns_parts: whether the caller takes partial samples when the call is aborted.
     """
 
@@ -266,18 +282,17 @@ class Run:
         """
         loop = asyncio.get_running_loop()
         timer = None if self._deadline is None else loop.call_at(self._deadline, self._time_out)
-        task = self._task = loop.create_task(self._all_prompts())
+        task = self._task = loop.create_task(self._start_jobs())
         self._servers.runs.add(self)
-        task.add_done_callback(self._end)
-        noun = "scores" if self._of_scores else "rollouts"
-        progress = Progress(len(self.missing), self._options.progress, of=noun)
+        task.add_done_callback(self._on_end)
+        progress = self._start_progress()
         try:
             while (item := await self._results.get()) is not None:
                 # The prompts go on only after the caller has taken half of the results. Otherwise, each
                 # result that it takes would wake them.
                 if self._results.qsize() <= self._max_waiting // 2:
                     self._has_room.set()
-                if not isinstance(item[1], SglangToppError):
+                if progress is not None and not isinstance(item[1], SglangToppError):
                     progress.add(len(item[1].logprobs))
                 yield item
             error: BaseException | None = self._too_late
@@ -293,11 +308,27 @@ class Run:
             elif error is not None:
                 raise error
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
             if timer is not None:
                 timer.cancel()
-            # Do not wait for the canceled task: it may close hundreds of connections, which takes a second.
-            self.cancel()
+            if not task.done():
+                # Do not wait for the task: it may close hundreds of connections, which takes a second.
+                self.cancel()
+
+    def _start_progress(self) -> Progress | None:
+        """Return a progress line if stderr is a terminal, and the caller wants one.
+
+        A caller that does not say gets one, unless the program has set up logging: the line would mix with
+        the log messages.
+        """
+        asked = self._options.progress
+        try:
+            is_shown = sys.stderr.isatty() and (not _log.hasHandlers() if asked is None else asked)
+        except Exception:  # the program may have closed stderr, or replaced it with any object
+            return None
+        noun = "scores" if self._of_scores else "rollouts"
+        return Progress(len(self.missing), of=noun, first_s=0.0 if asked else FIRST_S) if is_shown else None
 
     async def wait(self) -> None:
         """Wait until all calls have ended. Canceling this wait does not cancel them."""
@@ -339,7 +370,7 @@ class Run:
         self._results.put_nowait(None)
         self.cancel()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         self._servers.runs.discard(self)
         if self._aborting is not None:
             self._aborting.cancel()
@@ -350,16 +381,17 @@ class Run:
             task.exception()
 
     def _deliver(self, place: Place, result: Rollout | Score | SglangToppError) -> None:
+        """Give a result to `results`, unless the caller has got a RequestTimeoutError."""
         if self._too_late is None:
             del self.missing[place]
             self._results.put_nowait((place, result))
             if self._results.qsize() >= self._max_waiting:
                 self._has_room.clear()
 
-    # -- the prompts -------------------------------------------------------------------------------
+    # -- the jobs ----------------------------------------------------------------------------------
 
-    async def _all_prompts(self) -> None:
-        """Start a coroutine for each prompt, as far as `max_connections` allows, and wait for all."""
+    async def _start_jobs(self) -> None:
+        """Start a task for each prompt, as far as `max_connections` allows, and wait for all."""
         async with asyncio.TaskGroup() as self._group:
             for wanted in self._requests:
                 part = self._existing.get(wanted.prompt_index)
@@ -369,34 +401,25 @@ class Run:
                         self._deliver((wanted.prompt_index, 0), whole)
                         continue
                 await self._has_room.wait()
-                await self._servers.slots.acquire()
-                task = self._group.create_task(self._prompt(_Job(wanted, part)))
-                task.add_done_callback(lambda _: self._servers.slots.release())
-                # Starting a call takes a millisecond, and there may be a thousand.
-                await asyncio.sleep(0)
+                job = _Job(wanted, part)
+                self._group.create_task(self._do_job(job))
+                # The next prompt's task starts only then, because there may be a million prompts.
+                await job.left_queue.wait()
 
-    async def _prompt(self, job: _Job) -> None:
-        """Get the missing samples of one prompt, or the rest of one sample.
-
-        Samples that `_abort_jobs` does not wait for come without new tokens.
-        """
+    async def _do_job(self, job: _Job) -> None:
+        """Get the missing samples of a job, and deliver them or, with `keeps_going`, the job's error."""
         self._jobs.add(job)
         try:
             try:
                 if self._aborting is None:
-                    async with job.expiry:
-                        await self._until_complete(job)
+                    async with job.expiry, self._servers.slots:
+                        job.left_queue.set()
+                        await self._call_until_complete(job)
             except TimeoutError:
                 if not job.expiry.expired():
                     raise
-            for sample in sorted(job.missing):
-                if (nothing := empty_rollout(job.request, sample, self.name)) is None:
-                    raise RolloutError(
-                        f"request {self.name} was aborted before the engine had tokenized prompt"
-                        f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give"
-                        " the prompt as ids to get a rollout without tokens"
-                    )
-                self._take(job, job.request.routing_key, sample, nothing)
+            if job.missing:
+                self._take_empty(job)
         except SglangToppError as error:
             if not self._options.keeps_going:
                 raise
@@ -405,12 +428,20 @@ class Run:
                 self._deliver((job.wanted.prompt_index, sample), error)
         finally:
             self._jobs.discard(job)
+            job.left_queue.set()
 
-    async def _resume(self, job: _Job) -> None:
-        async with self._servers.slots:
-            await self._prompt(job)
+    def _take_empty(self, job: _Job) -> None:
+        """After a stop, take the samples that `_abort_jobs` did not wait for, without new tokens."""
+        for sample in sorted(job.missing):
+            if (nothing := empty_rollout(job.request, sample, self.name)) is None:
+                raise RolloutError(
+                    f"request {self.name} was aborted before the engine had tokenized prompt"
+                    f" {job.wanted.prompt_index}, a text or a chat, so its token ids are unknown; give the"
+                    " prompt as ids to get a rollout without tokens"
+                )
+            self._take(job, job.request.routing_key, sample, nothing)
 
-    async def _until_complete(self, job: _Job) -> None:
+    async def _call_until_complete(self, job: _Job) -> None:
         """Ask servers for the missing samples until none is missing."""
         if job.wait_s:
             await asyncio.sleep(job.wait_s)
@@ -422,7 +453,6 @@ class Run:
                     await self._call(job, server)
                     return
             except SglangToppError as error:
-                job.server = None
                 if not job.missing and is_retryable(error):
                     return  # for example, the connection broke after the last sample
                 budget = budget or RetryBudget(
@@ -444,7 +474,7 @@ class Run:
                         if (none_answers := self._servers.none_answers(error)) is not None:
                             raise none_answers from error
                         raise
-                    failed.clear()
+                    failed.clear()  # after the wait, each server may answer again
                     wait_s = delay_s
                 _log.log(
                     logging.WARNING if isinstance(error, FileLimitError) else logging.INFO,
@@ -474,9 +504,7 @@ class Run:
                 request, request_id=self.name, timeout_s=left_s, max_bytes=server.max_message_bytes
             )
         key = server.routing_key(request.routing_key)
-        headers = {**self._options.headers, ROUTING_KEY: key}
-        if exchange.accept:
-            headers["Accept"] = exchange.accept
+        headers = {**self._options.headers, **exchange.headers, ROUTING_KEY: key}
         job.server, job.exchange = server, exchange
         is_open = is_refused = False
         try:
@@ -496,32 +524,26 @@ class Run:
         except SglangToppError as error:
             if len(self._servers.all) > 1:
                 error.add_note(f"the server is {server.base_url}")
-            is_refused = not is_open and isinstance(error, _REFUSALS)
+            is_refused = not is_open and isinstance(error, _NOT_STARTED)
             raise
         finally:
             job.server = None
             # A sidecar aborts a request itself when its connection closes.
             if kind == "sglang" and not is_refused:
-                server.abort_soon(exchange.open_ids())
+                # None is open after a whole answer. After a cancellation, a thread may still read a message.
+                for engine_id in list(exchange.open_ids.values()):
+                    server.aborts.send_soon(engine_id)
 
     def _take(self, job: _Job, key: str, sample: int, result: Any) -> None:
         """Take one result of a call: deliver it, or continue the sample that it is a part of."""
         if isinstance(result, Rollout):
-            is_new = len(result.output_ids) > 0
+            has_new_tokens = len(result.output_ids) > 0
             result = replace(result, routing_key=key)
             if job.part is not None:
                 result = join_parts(job.part, result)
-            if result.finish_reason == ABORT and self._aborting is None:
-                if self._options.on_abort == "raise":
-                    raise AbortedError(
-                        "an abort, a pause, or a weight update ended a sample; on_abort='resume' continues it"
-                    )
-                if self._options.on_abort == "resume":
-                    job.missing.discard(sample)
-                    wait_s = min(max(2 * job.wait_s, _FIRST_RESUME_WAIT_S), _MAX_RESUME_WAIT_S)
-                    rest = _Job(job.wanted, result, sample, 0.0 if is_new else wait_s)
-                    self._group.create_task(self._resume(rest))
-                    return
+            if result.finish_reason == ABORT and self._aborting is None and not self.returns_parts:
+                self._resume_sample(job, sample, result, has_new_tokens=has_new_tokens)
+                return
             # The last HTTP request may have lower token limits than the caller's.
             wanted = job.wanted
             result = replace(
@@ -530,10 +552,26 @@ class Run:
         self._deliver((job.wanted.prompt_index, sample), result)
         job.missing.discard(sample)
 
-    async def _abort_jobs(self) -> None:
-        """Abort the calls in flight until they end, and end a job whose server sends nothing for `_GRACE_S`.
+    def _resume_sample(self, job: _Job, sample: int, part: Rollout, *, has_new_tokens: bool) -> None:
+        """Start a job for the rest of a sample that the engine has aborted.
 
-        A job that ends without its samples delivers them without new tokens.
+        Raises:
+            AbortedError: the caller wants an error instead.
+        """
+        if self._options.on_abort == "raise":
+            raise AbortedError(
+                "an abort, a pause, or a weight update ended a sample; on_abort='resume' continues it"
+            )
+        job.missing.discard(sample)
+        wait_s = min(max(2 * job.wait_s, _FIRST_RESUME_WAIT_S), _MAX_RESUME_WAIT_S)
+        rest = _Job(job.wanted, part, sample, 0.0 if has_new_tokens else wait_s)
+        self._group.create_task(self._do_job(rest))
+
+    async def _abort_jobs(self) -> None:
+        """Abort the calls in flight until they end.
+
+        End a job without a call, which waits for its slot or a retry, and one whose server sends nothing for
+        `_GRACE_S`. Such a job's samples come without new tokens.
         """
         sent: dict[str, asyncio.Task[None]] = {}
         try:
@@ -545,65 +583,10 @@ class Run:
                         if not job.expiry.expired():
                             job.expiry.reschedule(now)
                     elif job.exchange is not None:
-                        for name in job.exchange.open_ids():
-                            if name not in sent or sent[name].done():
-                                sent[name] = asyncio.create_task(_abort(server, name))
+                        for engine_id in list(job.exchange.open_ids.values()):
+                            if engine_id not in sent or sent[engine_id].done():
+                                sent[engine_id] = asyncio.create_task(server.aborts.try_send(engine_id))
                 await asyncio.sleep(_REPEAT_ABORT_S)
         finally:
             for task in sent.values():
                 task.cancel()
-
-
-async def _abort(server: Server, name: str) -> None:
-    with suppress(SglangToppError):
-        await server.abort(name)
-
-
-class Progress:
-    """A progress line with the number of finished samples, shown if stderr is a terminal.
-
-    Args:
-        total: the number of samples in the batch.
-        show: whether to show the line. If `show` is None and the program has not set up logging, the line
-            appears once the batch has taken two seconds. If `show` is None and the program has set up
-            logging, no line appears, because the line would mix with the log messages.
-        of: the plural noun that names the samples in the line, such as "rollouts".
-    """
-
-    def __init__(self, total: int, show: bool | None, *, of: str = "rollouts") -> None:
-        self._total, self._of = total, of
-        self._num_done = self._num_tokens = 0
-        self._start = time.monotonic()
-        self._next = self._start + (0.0 if show else _FIRST_PROGRESS_S)
-        self._has_written = False
-        is_wanted = not _log.hasHandlers() if show is None else show
-        try:
-            self._is_on = is_wanted and sys.stderr.isatty()
-        except Exception:  # the program may have closed stderr, or replaced it with any object
-            self._is_on = False
-
-    def add(self, num_tokens: int) -> None:
-        """Count one more sample with `num_tokens` tokens."""
-        self._num_done += 1
-        self._num_tokens += num_tokens
-        if self._is_on and time.monotonic() >= self._next:
-            self._write()
-            self._next = time.monotonic() + _NEXT_PROGRESS_S
-
-    def close(self) -> None:
-        """End the line."""
-        if self._has_written and self._is_on:
-            self._write(end="\n")
-
-    def _write(self, end: str = "") -> None:
-        elapsed_s = max(time.monotonic() - self._start, 1e-6)
-        self._has_written = True
-        try:
-            sys.stderr.write(
-                f"\r{self._of} {self._num_done}/{self._total}  {elapsed_s:.0f} s "
-                f" {self._num_tokens / elapsed_s:.0f} tokens/s {end}"
-            )
-            sys.stderr.flush()
-        except Exception:
-            # The write fails if the terminal was closed. The client then continues without a progress line.
-            self._is_on = False

@@ -8,27 +8,31 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypedDict, TypeVar
 
+from sglang_topp import formats
+from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import (
     BadRequestError,
     InvalidInputError,
+    MissingCandidateSetsError,
     ServerError,
     SglangToppError,
     TransportError,
     WireError,
     describe,
 )
-from sglang_topp_client.checks import decode_json, parse_token_ids
-from sglang_topp_client.protocols.lost_fields import check_request_fields
+from sglang_topp.formats.field_parsing import token_ids_of
+from sglang_topp_client.aborts import Aborts
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.requests import Messages
 from sglang_topp_client.retry_policy import delay_s, is_retryable, retrying
+from sglang_topp_client.rollout import SAMPLER
 from sglang_topp_client.transport.http import FileLimitError, HttpClient, max_connections
-from sglang_topp_client.transport.server_config import ServerConfig
+from sglang_topp_client.transport.server_config import Kind, ServerConfig
+from sglang_topp_client.value_checks import convert, decode_json, fresh_id
 
-Kind: TypeAlias = Literal["sidecar", "sglang"]
 _T = TypeVar("_T")
 
 _INFO_PATHS: dict[Kind, str] = {"sidecar": "/info", "sglang": "/server_info"}
@@ -43,12 +47,22 @@ _MAX_FAILED_PROBES = 2
 _INFO_TIMEOUT_S = 30.0
 # A new engine compiles kernels during its first request, so a short time limit would expire too early.
 _FIELD_CHECK_TIMEOUT_S = 120.0
-_ABORT_TIMEOUT_S = 3.0
-# The route, the field of one request's id, the field for all requests, and the time limit. A sidecar answers
-# only after its engine has stopped the request, so a short time limit would expire too early.
-_ABORTS: dict[Kind, tuple[str, str, str, float]] = {
-    "sglang": ("/abort_request", "rid", "abort_all", _ABORT_TIMEOUT_S),
-    "sidecar": ("/abort", "request_id", "all", 10.0),
+# Request fields that some releases of SGLang refuse. If an error names one of these fields, the field has
+# reached the engine.
+_REFUSABLE = ("top_logprobs_source", RESUMED)
+_BASE64_KEYS = tuple(f"output_top_p_logprobs_{part}" for part in ("val_base64", "idx_base64", "lengths"))
+# The sign in an engine's answer that a request field has reached the engine: its name for error messages, and
+# a function that looks for it, given the request's body and the answer's `meta_info`.
+_SIGNS: dict[str, tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], bool]]] = {
+    "rid": ("this id", lambda body, meta: meta.get("id") == body["rid"]),
+    "return_logprob": ("output_token_logprobs", lambda _, meta: bool(meta.get("output_token_logprobs"))),
+    "top_logprobs_p": ("candidate sets", lambda _, meta: formats.has_top_p(meta)),
+    "top_logprobs_source": (
+        "top_logprobs_source",
+        lambda _, meta: meta.get("top_logprobs_source") == SAMPLER,
+    ),
+    "return_logprobs_in_base64": ("base64 arrays", lambda _, meta: any(key in meta for key in _BASE64_KEYS)),
+    RESUMED: (RESUMED, lambda body, meta: meta.get(RESUMED) == body[RESUMED]),
 }
 # A server counts as busier than another one if it has over so many samples more in flight. One server made
 # all samples of a prompt, so calls that prefer the same server often follow each other.
@@ -74,6 +88,7 @@ class Server:
     Attributes:
         num_in_flight: the number of samples that the running calls asked for.
         error: the last retryable error, or None after a call that succeeded.
+        aborts: sends the aborts of the server's requests.
         paused: why calls wait and since when, if the engine says that it is not ready, and otherwise empty.
     """
 
@@ -85,12 +100,12 @@ class Server:
         self.paused = ""
         self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
         self._clock = asyncio.get_running_loop().time
-        self._http = HttpClient(config, self.aborts_sent)
+        self._http = HttpClient(config)
+        self.aborts = Aborts(self._http, self.kind)
         self._kinds, self._pauses = kinds, pauses
         self._kind_lock = asyncio.Lock()
         self._calls: set[asyncio.Timeout] = set()
         self._watch: asyncio.Task[None] | None = None
-        self._aborts: dict[str, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return self.base_url
@@ -116,17 +131,19 @@ class Server:
         Raises:
             SglangToppError: the server sends no answer, an error, or an answer that is not a JSON object.
         """
-        path = _INFO_PATHS[await self.kind()]
-        raw = await self._http.request("GET", path, timeout_s=_INFO_TIMEOUT_S)
-        return decode_json(raw, dict[str, Any], field=path)
+        return await self._http.request_json("GET", _INFO_PATHS[await self.kind()], timeout_s=_INFO_TIMEOUT_S)
 
     async def check_fields(self) -> None:
         """Check that request fields reach the engine, and that answer fields reach the client.
 
-        A sidecar checks its own engine, so the client asks a sidecar only whether the sidecar is ready.
+        A gateway may silently drop fields that it does not know. Four requests generate one token each, and
+        their answers show which fields have arrived (`_SIGNS`). A sidecar checks its own engine, so it is
+        asked only whether it is ready.
 
         Raises:
-            WireError: a field was lost; the error's `field` and message name the field.
+            MissingCandidateSetsError: an answer has no candidate sets, because the field that asks for them
+                was lost.
+            WireError: another field was lost; the error's `field` and message name the field.
             ServerError: the sidecar is not ready.
             SglangToppError: the server did not answer, or refused the request.
         """
@@ -135,9 +152,52 @@ class Server:
             if info.get("ready") is not True:
                 raise ServerError(f"{self.base_url} is not ready: {info.get('reason')}")
             return
-        await check_request_fields(
-            self.base_url,
-            lambda body: self._http.request_json("POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S),
+        params = {"max_new_tokens": 1, "ignore_eos": True}
+        base64 = {"return_logprobs_in_base64": True}
+        asked: list[dict[str, Any]] = [
+            # The first body asks for no candidate sets. If a gateway drops `return_logprob`, the engine still
+            # accepts this body, and the answer shows that the field was lost. Without `return_logprob`, the
+            # engine refuses the other bodies, which ask for sets.
+            {},
+            {"top_logprobs_p": 0.01, **base64},
+            {"top_logprobs_source": SAMPLER, "sampling_params": {**params, "top_k": 1}, **base64},
+            {"top_logprobs_p": 0.01, RESUMED: 1, **base64},
+        ]
+        common = {"input_ids": [0, 0], "sampling_params": params, "return_logprob": True}
+        for fields in asked:
+            body = {**common, **fields, "rid": fresh_id("field-check")}
+            try:
+                answer = await self._http.request_json(
+                    "POST", "/generate", body, timeout_s=_FIELD_CHECK_TIMEOUT_S
+                )
+            except BadRequestError as error:
+                if not any(name in body and name in str(error) for name in _REFUSABLE):
+                    raise
+            else:
+                self._check_answer(body, answer)
+
+    def _check_answer(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        meta_info = answer.get("meta_info")
+        if not isinstance(meta_info, dict):
+            raise WireError("meta_info", f"{self.base_url} answered {describe(answer)}, expected one answer")
+        for name, (sign, is_there) in _SIGNS.items():
+            if name in body and not is_there(body, meta_info):
+                kind = MissingCandidateSetsError if name.startswith("top_logprobs") else WireError
+                raise self._lost(kind, name, f"a request with this field came back without {sign}")
+        if "return_logprobs_in_base64" not in body:
+            return
+        for key in (*_BASE64_KEYS, "weight_versions"):
+            if key not in meta_info:
+                raise self._lost(WireError, key, "it is missing in an answer with candidate sets")
+        output_ids = convert(answer.get("output_ids"), list[int], field="output_ids")
+        formats.decode_top_p(meta_info, output_ids)
+
+    def _lost(self, kind: type[WireError], field: str, what: str) -> WireError:
+        return kind(
+            field,
+            f"{self.base_url} lost this field: {what}. Either a gateway drops fields that it does not know,"
+            " as sglang-router does (smg passes them on), or an engine behind it is not patched: run"
+            " `sglang-topp doctor` there",
         )
 
     async def _is_sidecar(self) -> bool:
@@ -147,13 +207,11 @@ class Server:
             if error.status not in (404, 405):
                 raise
             return False
-        return isinstance(info, dict) and info.get("service") == SERVICE
+        except WireError:  # a gateway's own /info
+            return False
+        return info.get("service") == SERVICE
 
     # -- calls -------------------------------------------------------------------------------------
-
-    def issued(self, routing_key: str) -> bool:
-        """Return whether this server generated the rollout whose `Rollout.routing_key` is `routing_key`."""
-        return routing_key.endswith(f"-{self._key_suffix}")
 
     def routing_key(self, earlier: str) -> str:
         """Return the value of the header `X-SMG-Routing-Key` for a request to this server.
@@ -188,7 +246,7 @@ class Server:
         tokens = decode_json(raw, _Tokens, field="/tokenize")["tokens"]
         if not tokens:
             raise WireError("tokens", "got none: the chat template renders nothing for the messages")
-        ids: list[int] = parse_token_ids("tokens", tokens).tolist()
+        ids: list[int] = token_ids_of("tokens", tokens).tolist()
         return ids
 
     @property
@@ -274,45 +332,6 @@ class Server:
             )
             _log.warning("%d calls wait, because %s", len(self._calls), self.paused)
 
-    # -- aborts ------------------------------------------------------------------------------------
-
-    async def abort(self, request_id: str | None) -> int:
-        """Ask the server to abort a request, and return how many prompts a sidecar says that it aborted.
-
-        An engine does not say whether it knew the id, and its aborts are not counted.
-
-        Args:
-            request_id: the request's id on this server: for an engine, the engine's id; for a sidecar, the
-                `request_id` that the sidecar received. None aborts every request in the engine.
-        """
-        path, name, everything, timeout_s = _ABORTS[await self.kind()]
-        body = {everything: True} if request_id is None else {name: request_id}
-        answer = await self._http.request_json("POST", path, body, timeout_s=timeout_s)
-        count = answer.get("aborted") if isinstance(answer, dict) else None
-        return count if type(count) is int else 0
-
-    def abort_soon(self, engine_ids: Collection[str]) -> None:
-        """Ask the engine to abort requests that the caller has abandoned, and return at once.
-
-        The client has closed their connections too, and the engine then aborts them even without this
-        message, unless a proxy keeps its own connection open. So each abort is sent once, and errors are
-        ignored.
-        """
-        for engine_id in engine_ids:
-            self._aborts[engine_id] = asyncio.create_task(self._abort_once(engine_id))
-
-    async def _abort_once(self, engine_id: str) -> None:
-        with suppress(SglangToppError):
-            await self._http.request("POST", "/abort_request", {"rid": engine_id}, timeout_s=_ABORT_TIMEOUT_S)
-        self._aborts.pop(engine_id, None)
-
-    async def aborts_sent(self) -> None:
-        """Wait for the aborts that `abort_soon` has begun, at most three seconds."""
-        if self._aborts:
-            await asyncio.wait(self._aborts.values())
-        # An event loop that ends cancels its tasks, and then closes the connections.
-        await asyncio.gather(*map(self._abort_once, list(self._aborts)))
-
     async def close(self) -> None:
         """Wait for the aborts that are under way, and close every connection."""
         await self._http.aclose()
@@ -323,10 +342,6 @@ class Server:
     def is_ready(self) -> bool:
         """Whether the server works, or its delay after a failure has passed, and it may get one test call."""
         return not self._num_failures or (self._clock() >= self._retry_at and not self.num_in_flight)
-
-    def note_success(self) -> None:
-        """Note that a call succeeded, which ends the delays after failures."""
-        self._num_failures, self._retry_at, self.error = 0, 0.0, None
 
     def note_failure(self, error: SglangToppError) -> None:
         """Note that a call failed, and begin a delay in which the server isn't ready.
@@ -399,7 +414,8 @@ class Servers:
         if not ready:
             return min(fresh, key=lambda server: (server._retry_at, server.num_in_flight))
         least_busy = min(ready, key=lambda server: (server.num_in_flight, server._last_call))
-        same = next((server for server in ready if routing_key and server.issued(routing_key)), least_busy)
+        suffix = routing_key.partition("-")[2]
+        same = next((server for server in ready if server._key_suffix == suffix), least_busy)
         return same if same.num_in_flight <= least_busy.num_in_flight + _MAX_AHEAD else least_busy
 
     @contextmanager
@@ -422,7 +438,7 @@ class Servers:
                 server.note_failure(error)
             raise
         else:
-            server.note_success()
+            server._num_failures, server._retry_at, server.error = 0, 0.0, None
         finally:
             server.num_in_flight -= num_samples
 
@@ -480,4 +496,4 @@ class Servers:
 
     async def aborts_sent(self) -> None:
         """Wait for the aborts that are under way, at most three seconds."""
-        await asyncio.gather(*(server.aborts_sent() for server in self.all))
+        await asyncio.gather(*(server.aborts.wait() for server in self.all))

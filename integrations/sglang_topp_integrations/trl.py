@@ -13,6 +13,7 @@ scored completion tokens.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import trl
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -176,12 +177,16 @@ class SGLangRollouts:
         if evaluation is not None and evaluation is self._pushed_evaluation:
             return self._version
         # FSDP gathers the weights from all processes, so every process must call `get_state_dict`.
-        weights = accelerator.get_state_dict(trainer.model)
+        model, weights = accelerator.unwrap_model(trainer.model), accelerator.get_state_dict(trainer.model)
         if accelerator.is_main_process:
             self._num_pushes += 1
             self._version = f"step-{step}-push-{self._num_pushes}"
             try:
-                self._push(accelerator.unwrap_model(trainer.model), weights)
+                if is_peft_model(model):
+                    # In place, merging and unmerging would round the weights at every push.
+                    model = copy.deepcopy(model).merge_and_unload()
+                    weights = model.state_dict()
+                self._push(model, weights)
             except Exception as error:
                 # Every process must call `broadcast_object_list` below, so raise the push's error only after
                 # that call.
@@ -245,7 +250,8 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
         _check_trainer(self)
         for model in (self.model, self.ref_model):
             if model is not None:
-                _add_candidate_head(model, self.temperature)
+                base = model.get_base_model() if is_peft_model(model) else model
+                _add_candidate_head(base, self.temperature)
         self._sets: list[CandidateSets] = []
         self._rows: _ScoredRows | None = None
         self.evaluation = object()
@@ -305,10 +311,9 @@ class ReplayMixin(_Next):  # type: ignore[misc]  # `Any` as a base class
         Return three values: the log-probs [B, C], the entropies [B, C], and None. If `compute_entropy` is
         False, the entropies are None. If TRL asks for the old log-probs, all three values are None.
         """
-        if model is self.model and not compute_entropy:
-            # If TRL passes the policy model without `compute_entropy`, TRL asks for the old log-probs, which
-            # the rollout already supplies. With a PEFT adapter, TRL would also ask for the reference model's
-            # log-probs in this way, but `ReplayMixin` refuses PEFT adapters.
+        if model is self.model and not compute_entropy and (self.beta == 0 or self.ref_model is not None):
+            # TRL asks for the old log-probs, which the rollout already supplies. With a PEFT adapter and
+            # `beta`, it also asks for the reference model's in this way, so then both are computed.
             return None, None, None
         step = batch_size or len(input_ids)
         scores = []
@@ -455,7 +460,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     check_release("trl", trl.__version__, SUPPORTED_TRL)
     if arguments.get("rollout_func") is None:
         raise InvalidInputError("rollout_func: got None, expected SGLangRollouts(client)")
-    config, model = arguments.get("args") or trl.GRPOConfig(), arguments["model"]
+    config = arguments.get("args") or trl.GRPOConfig()
     if config.max_completion_length is None:
         raise InvalidInputError("max_completion_length: got None, expected a number of tokens for SGLang")
     grammars = {"ebnf", "json_schema", "regex"} & set(
@@ -468,14 +473,13 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
     turns = "transformers would generate the turns after a tool's answer; override SGLangRollouts.generate"
     others = "they are transformers' options; use SGLangRollouts(client, sampling_params=...)"
-    peft = arguments.get("peft_config") or getattr(model, "peft_config", None)
     check_options(
         ("use_vllm", config.use_vllm, (False,), "SGLang generates"),
         ("tools", arguments.get("tools"), (None, []), turns),
         ("environment_factory", arguments.get("environment_factory"), (None,), turns),
         ("repetition_penalty", config.repetition_penalty, (None, 1.0), "penalties are not replayed"),
         ("generation_kwargs", config.generation_kwargs, (None, {}), others),
-        ("peft_config", peft, (None,), "adapters are not merged for the engine"),
+        ("torch_compile", config.torch_compile, (False,), "the compiler cannot trace the candidate head"),
     )
 
 
@@ -483,8 +487,19 @@ def _check_trainer(trainer: Any) -> None:
     """Raise InvalidInputError if replay does not support the trainer's model or dataset."""
     state = trainer.accelerator.state
     parallelism, fsdp = (getattr(state, name, None) for name in ("parallelism_config", "fsdp_plugin"))
-    aux_loss = trainer.router_aux_loss_coef
+    aux_loss, has_adapter = trainer.router_aux_loss_coef, is_peft_model(trainer.model)
     for problem, is_met in (
+        (
+            "peft_config: got an adapter that does not merge into the weights, expected one that does, such"
+            " as LoRA: SGLang gets merged weights",
+            has_adapter and not hasattr(trainer.model.base_model, "merge_and_unload"),
+        ),
+        (
+            "peft_config: got an adapter of a quantized model, expected one in full precision: merging would"
+            " round the adapter away",
+            has_adapter and getattr(trainer.model.get_base_model(), "hf_quantizer", None) is not None,
+        ),
+        ("peft_config: got an adapter and FSDP, expected DDP: not tested", has_adapter and fsdp),
         ("deepspeed: got a config, expected DDP or FSDP2: not tested", trainer.is_deepspeed_enabled),
         ("fsdp_config: got version 1, expected 2: not tested", fsdp and fsdp.fsdp_version != 2),
         (

@@ -6,13 +6,13 @@ imports this module. Importing this module installs the adapter. If the import f
 A trajectory has one request for each turn, and one more for each continuation of an interrupted turn. Agent
 loops may ask several at once, and return several outputs. On their way from SGLang to the trainer, the
 candidate sets pass through the classes and methods listed below.
-`ReplayHttpServer` and `ReplayEngine` are classes of this module. The two other entries are methods of verl,
-which this module wraps::
+The classes are this module's. The two other entries are methods of verl, which this module wraps::
 
     ReplayHttpServer.generate     requests tokens and sets from SGLang, and returns both
     LLMServerClient.generate      keeps each request's sets until the trajectory ends
     AgentLoopOutput.as_dict       joins an output's sets into the field `candidate_sets`
-    ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows
+    ReplayEngine                  scores each micro-batch over the sets of the micro-batch's rows (FSDP)
+    ReplayMegatronEngine          the same with Megatron-core
 
 TransferQueue, verl's store for training data, carries the field `candidate_sets` to the trainer.
 
@@ -41,7 +41,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import AgentLoopWorkerTQ, PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_vendor
-from verl.workers.engine import EngineRegistry
+from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry, _load_sglang
@@ -51,7 +51,14 @@ from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp.replay import replayed_old_logprobs, score_logits
 from sglang_topp_integrations import check_options, check_release
 
-__all__ = ["FIELD", "SUPPORTED_VERL", "ReplayEngine", "ReplayHttpServer", "packed_sets"]
+__all__ = [
+    "FIELD",
+    "SUPPORTED_VERL",
+    "ReplayEngine",
+    "ReplayHttpServer",
+    "ReplayMegatronEngine",
+    "packed_sets",
+]
 
 SUPPORTED_VERL = ("0.9.1",)
 """The verl releases that the tests cover. The adapter wraps verl's internal functions, and these functions
@@ -64,6 +71,7 @@ The sets are stored as the bytes that `sglang_topp.formats.pack` returns. If a t
 TransferQueue carries a text that says why the sets are absent.
 """
 
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _MODULES = "VERL_USE_EXTERNAL_MODULES"
 # A request gets no sets if it has a sampling parameter that is in neither `_SAMPLER` nor `_OTHERS`. Such a
 # parameter may change log-probs, and a rollout does not record the change.
@@ -221,6 +229,76 @@ class ReplayEngine(FSDPEngineWithLMHead):  # type: ignore[misc]  # verl ships no
         }
 
 
+_MegatronEngine: Any = MegatronEngineWithLMHead or object  # verl has None where Megatron-core is missing
+
+
+class ReplayMegatronEngine(_MegatronEngine):  # type: ignore[misc]  # `Any` as a base class
+    """verl's Megatron engine for the policy and the reference, with log-probs and entropies over the sets.
+
+    Raises:
+        InvalidInputError: replay does not support an option of the engine or the model. The error message
+            gives the reason.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        lora_rank = (model_config.lora or {}).get("rank", 0)
+        check_options(
+            ("use_fused_kernels", engine_config.use_fused_kernels, (False,), "they return no logits"),
+            ("use_remove_padding", engine_config.use_remove_padding, (True,), "the sets are packed"),
+            ("dynamic_context_parallel", engine_config.dynamic_context_parallel, (False,), "not tested"),
+            ("model.mtp.enable", model_config.mtp.enable, (False,), "not tested"),
+            ("model.lora.rank", lora_rank, (0,), "not tested"),
+        )
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _lm_head_logits_processor(
+        self,
+        logits: Tensor,
+        label: Tensor,
+        temperature: Tensor,
+        *,
+        calculate_entropy: bool,
+        batch: Any,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        """Return the tensor [1, S] `log_probs`, and `entropy` if asked for, of this rank's logits [1, S, V].
+
+        Both are 0 at prompt positions and at padding. The errors are those of `packed_sets`.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+        from verl.models.mcore.util import preprocess_thd_engine
+
+        sets = packed_sets(batch)
+        # verl's own function pads each row's tokens and cuts out this rank's. On padding, it returns 0.
+        numbers, *_others = preprocess_thd_engine(
+            torch.nested.nested_tensor_from_jagged(
+                torch.arange(1, len(sets) + 1), batch["input_ids"].offsets().cpu()
+            ),
+            use_fp8_padding=self.tf_config.fp8 in ("e4m3", "hybrid"),
+            pad_to_length_bucket=self.engine_config.pad_to_length_bucket
+            if self.engine_config.pad_to_length
+            else None,
+            cp_layout=self._get_context_parallel_layout(unwrap_model(self.module[0])),
+        )
+        group = parallel_state.get_tensor_model_parallel_group()
+        scores = score_logits(
+            logits.squeeze(0),
+            label.squeeze(0),
+            CandidateSets.concat([CandidateSets.empty(1), sets])
+            .take(numbers.squeeze(0).numpy())
+            .to_torch(logits.device),
+            temperature=torch.where(temperature > 0, temperature, 1.0).squeeze(0),  # verl's is 0 on padding
+            entropy=calculate_entropy,
+            tp_group=group if group.size() > 1 else None,
+            vocab_start=group.rank() * logits.shape[-1],
+        )
+        answer = {"log_probs": scores.logprobs[None]}
+        if scores.entropy is not None:
+            answer["entropy"] = scores.entropy[None]
+        return answer
+
+
 def packed_sets(micro_batch: Any) -> CandidateSets:
     """Return the candidate sets of a micro-batch's T packed tokens.
 
@@ -348,8 +426,8 @@ def _check_config(original: Callable[..., None], trainer: Any, config: Any) -> N
         ("rollout.calculate_log_probs", (True,), "the sets come with the log-probs"),
         ("rollout.disaggregation.enabled", (False, None), "not tested"),
         ("rollout.mtp.enable_rollout", (False, None), "not tested"),
-        ("actor.strategy", ("fsdp", "fsdp2"), "other engines score over the whole vocabulary"),
-        ("ref.strategy", ("fsdp", "fsdp2", None), "other engines score over the whole vocabulary"),
+        ("actor.strategy", _STRATEGIES, "other engines score over the whole vocabulary"),
+        ("ref.strategy", (*_STRATEGIES, None), "other engines score over the whole vocabulary"),
         ("actor.calculate_sum_pi_squared", (False, None), "it is not computed over the sets"),
     ):
         check_options((name, OmegaConf.select(config.actor_rollout_ref, name), accepted, reason))
@@ -368,7 +446,7 @@ def _check_processes(original: Callable[..., Any], trainer: Any, agent_loop_mana
 
 
 def _check_engines(worker: Any) -> None:
-    """Raise InvalidInputError unless each model of this training process runs in a `ReplayEngine`.
+    """Raise InvalidInputError unless each model of this training process runs in an engine of this module.
 
     The training process runs the policy model, the reference model, or both.
     """
@@ -376,9 +454,9 @@ def _check_engines(worker: Any) -> None:
     models = [getattr(each, role, None) for each in workers for role in ("actor", "ref")]
     engines = [model.engine for model in models if model is not None]
     for engine in engines or [None]:
-        if not isinstance(engine, ReplayEngine):
+        if not isinstance(engine, ReplayEngine | ReplayMegatronEngine):
             raise InvalidInputError(
-                f"engine: got {type(engine).__name__}, expected {ReplayEngine.__name__}; set"
+                f"engine: got {type(engine).__name__}, expected one of {__name__}; set"
                 f" {_MODULES}={__name__} in every process, and leave VERL_ENGINE_VENDOR unset"
             )
 
@@ -437,8 +515,9 @@ def _install() -> None:
         _wrap(owner, name, around)
     RolloutReplicaRegistry.register("sglang", _load_replica)
     # verl prefers an engine class that is registered for the device's vendor, so name the vendor here.
-    register = EngineRegistry.register("language_model", ["fsdp", "fsdp2"], get_device_name(), get_vendor())
-    register(ReplayEngine)
+    for backends, engine_class in ((["fsdp", "fsdp2"], ReplayEngine), (["megatron"], ReplayMegatronEngine)):
+        if issubclass(engine_class, BaseEngine):
+            EngineRegistry.register("language_model", backends, get_device_name(), get_vendor())(engine_class)
 
 
 _install()

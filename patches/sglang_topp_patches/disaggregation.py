@@ -16,26 +16,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-import numpy as np
+import msgspec
 
 from sglang_topp.errors import WireError
 from sglang_topp_patches.hooks import Seam, after
 from sglang_topp_patches.memory import InFlight
 from sglang_topp_patches.request import SAMPLER, SOURCE, THRESHOLD, sets_request
 from sglang_topp_patches.scheduler.requests import buffer_of, is_refused, refuse
-from sglang_topp_patches.set_buffer import PackedSets, Problem, SetBuffer
+from sglang_topp_patches.set_buffer import NO_SET, PackedSets, Problem, SetBuffer
 
 _FIELD = "the first token's set"
-_LINE_END = b"\n"
+_VERSION = version("sglang-topp")
 
 
 @dataclass(frozen=True)
@@ -46,30 +45,17 @@ class FirstToken:
         token_id: the id of the first token.
         inputs: the inputs of the prefill server's request, as `first_token_inputs` returns them.
         sets: the first token's set and those of the prompt, or the problem why they are missing.
+        version: the version of this package that made it. Only the same version can read its bytes.
     """
 
     token_id: int
-    inputs: Mapping[str, str]
+    inputs: dict[str, str]
     sets: SetBuffer
+    version: str = _VERSION
 
     def to_bytes(self) -> bytes:
-        """Return one JSON line, then all candidates' token ids (int32), then all log-probs (float32).
-
-        The token ids and log-probs are little-endian. Only `from_bytes` of the same package version can read
-        the result.
-        """
-        sets, problem = self.sets, self.sets.problem
-        head = {
-            "version": version("sglang-topp"),
-            "token_id": self.token_id,
-            "inputs": dict(self.inputs),
-            "problem": problem and [problem.text, int(problem.status)],
-            "weight_version": sets.spans[0][0] if sets.spans else "",
-            "prompt_version": sets.prompt_version,
-            "sizes": [sets.generated.sizes.tolist(), sets.prompt.sizes.tolist()],
-        }
-        arrays = [sets.generated.ids, sets.prompt.ids, sets.generated.logprobs, sets.prompt.logprobs]
-        return b"".join([json.dumps(head).encode(), _LINE_END, *map(_swapped, arrays)])
+        """Return the attributes as MessagePack, with the arrays in this machine's byte order."""
+        return msgspec.msgpack.encode(self, enc_hook=_parts)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> FirstToken:
@@ -78,36 +64,35 @@ class FirstToken:
         Raises:
             WireError: another version of this package wrote the bytes, or the bytes are incomplete.
         """
-        line, _, arrays = body.partition(_LINE_END)
         try:
-            head: dict[str, Any] = json.loads(line)
-            theirs, sizes = head["version"], head["sizes"]
-            counts = [sum(max(size, 0) for size in each) for each in sizes]
-        except (ValueError, KeyError, TypeError) as error:
-            raise WireError(_FIELD, f"got {body[:60]!r}, expected a line of JSON") from error
-        if theirs != version("sglang-topp"):
-            ours = version("sglang-topp")
+            first = msgspec.msgpack.decode(body, type=cls, dec_hook=_packed)
+        except msgspec.DecodeError as error:
             raise WireError(
-                _FIELD, f"the prefill server has sglang-topp {theirs}, this one {ours}; expected the same"
+                _FIELD, f"got {body[:60]!r}, expected MessagePack of sglang-topp {_VERSION}: {error}"
+            ) from error
+        if first.version != _VERSION:
+            raise WireError(
+                _FIELD,
+                f"the prefill server has sglang-topp {first.version}, this one {_VERSION}; expected the same",
             )
-        total = sum(counts)
-        if len(arrays) != 8 * total:
-            raise WireError(_FIELD, f"got {len(arrays)} bytes of arrays, expected {8 * total}")
-        ids, logprobs, at = _swapped(arrays[: 4 * total]), _swapped(arrays[4 * total :]), 4 * counts[0]
-        sets = SetBuffer()
-        if head["problem"]:
-            sets.fail(Problem(*head["problem"]))
-        else:
-            sets.generated = PackedSets(ids[:at], logprobs[:at], sizes[0])
-            sets.spans = [(head["weight_version"], 1)]
-            sets.prompt = PackedSets(ids[at:], logprobs[at:], sizes[1])
-            sets.prompt_version = head["prompt_version"]
-        return cls(head["token_id"], head["inputs"], sets)
+        if first.sets.problem is None and not len(first.sets.generated) == len(first.sets.spans) == 1:
+            raise WireError(_FIELD, f"got {len(first.sets.generated)} sets, expected one")
+        return first
 
 
-def _swapped(values: bytes | bytearray) -> bytes:
-    """Convert between this machine's byte order and little-endian."""
-    return bytes(values) if sys.byteorder == "little" else np.frombuffer(values, "<i4").byteswap().tobytes()
+def _parts(packed: PackedSets) -> tuple[bytearray, bytearray, list[int]]:
+    return packed.ids, packed.logprobs, packed.sizes.tolist()
+
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_SET, lt=1 << 31)]
+
+
+def _packed(_: type, parts: Any) -> PackedSets:
+    packed = PackedSets(*msgspec.convert(parts, tuple[bytes, bytes, list[_Size]]))
+    num_bytes = 4 * sum(max(size, 0) for size in packed.sizes)
+    if (len(packed.ids), len(packed.logprobs)) != (num_bytes, num_bytes):
+        raise ValueError(f"got arrays of {len(packed.ids)} and {len(packed.logprobs)} bytes, not {num_bytes}")
+    return packed
 
 
 def first_token_inputs(obj: Any) -> dict[str, str]:
@@ -136,15 +121,13 @@ def first_token_inputs(obj: Any) -> dict[str, str]:
     }
 
 
-def differing_names(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the sorted names of the inputs whose values differ."""
-    return tuple(name for name in sorted({*left, *right}) if left.get(name) != right.get(name))
-
-
 # -- on the prefill server
 
-PATH = "/sglang_topp/first/{room}"
-"""The route of a bootstrap room's sets: GET returns them, and DELETE drops them once they have arrived."""
+PATH = "/sglang_topp/first/"
+"""The route of a bootstrap room's sets, before its number.
+
+GET returns them, and DELETE drops them once they have arrived."""
+_ROUTE = PATH + r"{room:\d+}"
 
 # A decode server asks within the first 50 tokens of its answer. A longer pause of the decode server ends its
 # requests with an error.
@@ -168,9 +151,6 @@ class PrefillServer:
         # process's event loop changes the dict; the bootstrap server's thread reads it.
         self._kept: dict[int, tuple[FirstToken, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # None until the first sets are kept
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def keep(self, obj: Any, token_id: int | None, sets: SetBuffer) -> None:
         """Keep a finished request's sets for its decode server.
@@ -201,14 +181,14 @@ class PrefillServer:
 
         The bootstrap server runs in a thread of the HTTP process, with an event loop of its own.
         """
-        bootstrap_server.app.router.add_get(PATH, self._answer)
-        bootstrap_server.app.router.add_delete(PATH, self._forget)
+        bootstrap_server.app.router.add_get(_ROUTE, self._answer)
+        bootstrap_server.app.router.add_delete(_ROUTE, self._forget)
 
     async def _answer(self, request: Any) -> Any:
         """Return the sets, a 204 if the request is still running here, or a 404."""
         from aiohttp import web
 
-        room, until = _room_of(request), time.monotonic() + _LAG_S
+        room, until = int(request.match_info["room"]), time.monotonic() + _LAG_S
         while True:
             # In this order: a request that ends in between has its sets in `_kept`.
             is_running = self._is_running(room)
@@ -223,7 +203,7 @@ class PrefillServer:
     async def _forget(self, request: Any) -> Any:
         from aiohttp import web
 
-        room = _room_of(request)
+        room = int(request.match_info["room"])
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._drop, room)
         return web.Response(status=204)
@@ -231,15 +211,6 @@ class PrefillServer:
     def _is_running(self, room: int) -> bool:
         states = [] if self.manager is None else list(self.manager.rid_to_state.values())
         return any(getattr(state.obj, "bootstrap_room", None) == room for state in states)
-
-
-def _room_of(request: Any) -> int:
-    from aiohttp import web
-
-    try:
-        return int(request.match_info["room"])
-    except ValueError:
-        raise web.HTTPBadRequest(text="expected the number of a bootstrap room") from None
 
 
 # -- on the decode server
@@ -291,7 +262,7 @@ async def fetch_first_token(server_args: Any, state: Any, token_id: int) -> Firs
     obj = state.obj
     port = server_args.disaggregation_bootstrap_port if obj.bootstrap_port is None else obj.bootstrap_port
     server = NetworkAddress(obj.bootstrap_host, port).to_url()
-    url, inputs = f"{server}{PATH.format(room=obj.bootstrap_room)}", first_token_inputs(obj)
+    url, inputs = f"{server}{PATH}{obj.bootstrap_room}", first_token_inputs(obj)
     limits = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_READ_S)
     cause = "it is still at work on the request"
     try:
@@ -333,7 +304,7 @@ def _first_of(status: int, body: bytes, server: str) -> FirstToken:
 
 def _checked(first: FirstToken, inputs: Mapping[str, str], token_id: int, logprob: float) -> FirstToken:
     """Return `first`, or a problem if it belongs to another request than the decode server's."""
-    if names := differing_names(inputs, first.inputs):
+    if names := sorted(name for name, value in inputs.items() if first.inputs.get(name) != value):
         return _problem(f"the prefill server was asked with other {', '.join(names)}; both need the same")
     ours = first.sets.generated.positions(0, 1)
     theirs = ours.logprobs[ours.token_ids == token_id]

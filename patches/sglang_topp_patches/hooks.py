@@ -63,8 +63,8 @@ class Seam:
 
     def is_in(self, release: str) -> bool:
         """Return whether this package depends on the function in an SGLang release."""
-        at = _order(release)
-        return _order(self.since) <= at and (not self.until or at < _order(self.until))
+        at = release_key(release)
+        return release_key(self.since) <= at and (not self.until or at < release_key(self.until))
 
     def problem(self) -> str:
         """Return how the installed SGLang's function differs from what this package expects, or ""."""
@@ -103,22 +103,18 @@ class Hook(Seam):
 
     kind: str = field(kw_only=True)
     function: Callable[..., Any] = field(kw_only=True)
-    always: bool = field(kw_only=True)
-    state: type[Any] | None = field(kw_only=True)
+    always: bool = field(kw_only=True, default=False)
+    state: type[Any] | None = field(kw_only=True, default=None)
 
 
-def _declare(
-    kind: str,
-    *targets: str,
-    since: str = "",
-    until: str = "",
-    always: bool = False,
-    state: type[Any] | None = None,
-) -> Callable[[_F], _F]:
-    """Return a decorator that declares a hook on each target. The arguments are those of `Hook`."""
+def _declare(kind: str, *targets: str, **options: Any) -> Callable[[_F], _F]:
+    """Return a decorator that declares a hook on each target.
+
+    The options are attributes of `Hook`: `since`, `until`, `always`, and `state`.
+    """
 
     def hook(target: str, function: _F) -> Hook:
-        is_bound = state is not None or "." in function.__qualname__.rpartition("<locals>.")[2]
+        is_bound = "state" in options or "." in function.__qualname__.rpartition("<locals>.")[2]
         is_method = target.split(".")[-2][0].isupper()
         # Drop the parameters that SGLang's function does not have: the state, the original function or its
         # result, and the object or class whose method is hooked.
@@ -128,12 +124,9 @@ def _declare(
             (inspect.getdoc(function) or "").partition("\n")[0],
             tuple(each.name for each in own if each.kind is Parameter.POSITIONAL_OR_KEYWORD),
             tuple(each.name for each in own if each.kind is Parameter.KEYWORD_ONLY),
-            since,
-            until,
             kind=kind,
             function=function,
-            always=always,
-            state=state,
+            **options,
         )
 
     def decorate(function: _F) -> _F:
@@ -169,7 +162,8 @@ def seams_of(modules: Iterable[ModuleType]) -> Iterator[Seam]:
         yield from getattr(module, "CALLED", ())
 
 
-def _order(release: str) -> tuple[int, ...]:
+def release_key(release: str) -> tuple[int, ...]:
+    """Return a sort key for release numbers, such as (0, 5, 15, 1) for 0.5.15.post1."""
     return tuple(map(int, re.findall(r"\d+", release)))
 
 

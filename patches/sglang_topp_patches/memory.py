@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
-from sglang_topp_patches.hooks import after
+from sglang_topp.malloc_trim import HeapTrimmer
 
 LIST_FORM_COST = 16
 """The limits count a candidate in JSON lists as this many candidates.
@@ -80,10 +78,6 @@ class Budget:
             in_flight,
             _count(environment, _STAGED, _DEFAULT_STAGED),
         )
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the limits by name, as `GET /server_info` shows the limits."""
-        return asdict(self)
 
 
 @cache
@@ -170,13 +164,3 @@ def _memory_bytes() -> int:
 
 trimmer = HeapTrimmer()
 """The trimmer of this process."""
-
-
-@after("sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out", since="0.5.22")
-def trim_detokenizer(result: Any, self: Any, recv_obj: Any) -> None:
-    """Return memory to the OS after a message with large candidate sets, in the detokenizer process.
-
-    SGLang's field `customized_info` holds the candidate sets.
-    """
-    if len(getattr(recv_obj.customized_info, "data", b"")) >= LARGE_BYTES:
-        trimmer.trim_soon()

@@ -12,14 +12,14 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from sglang_topp_patches.hooks import Hook, Seam, seams_of
 
-_DETOKENIZER = "memory"
 # The hooks on one function of SGLang are installed in this order, the innermost first.
 _MODULES = (
     "http.process_state",
@@ -35,7 +35,6 @@ _MODULES = (
     "scheduler.routes",
     "scheduler.pipeline",
     "disaggregation",
-    _DETOKENIZER,
     "releases",
 )
 
@@ -56,11 +55,10 @@ def register() -> None:
     """
     try:
         if _is_detokenizer():
-            # The other hooks' modules would import a scheduler and an HTTP server.
-            return _register(_seams_in(_DETOKENIZER), {})
+            return  # the hooks' modules would import a scheduler and an HTTP server
         if (path := os.environ.get(_APP_PATH, _DEFAULT_APP_PATH)) != f"{__name__}:app":
             os.environ |= {_USERS_APP_PATH: path, _APP_PATH: f"{__name__}:app"}
-        _register(all_seams(), new_states())
+        _register(all_seams())
     except Exception as error:
         raise SystemExit(
             f"sglang-topp cannot patch SGLang: {type(error).__name__}: {error}; to serve without it,"
@@ -81,11 +79,7 @@ def __getattr__(name: str) -> Any:
 @cache
 def all_seams() -> tuple[Seam, ...]:
     """Return everything of SGLang that this package depends on, in any release: what it hooks and calls."""
-    return _seams_in(*_MODULES)
-
-
-def _seams_in(*modules: str) -> tuple[Seam, ...]:
-    return tuple(seams_of(import_module(f"{__package__}.{name}") for name in modules))
+    return tuple(seams_of(import_module(f"{__package__}.{name}") for name in _MODULES))
 
 
 def new_states() -> Mapping[type[Any], Any]:
@@ -97,20 +91,14 @@ def new_states() -> Mapping[type[Any], Any]:
     return {type(each): each for each in (http, http.prefill_server, scheduler)}
 
 
-def _register(seams: Iterable[Seam], states: Mapping[type[Any], Any]) -> None:
-    """Register the hooks among the seams.
-
-    Args:
-        seams: what the hooks of this process depend on.
-        states: the objects that the hooks share, by their class.
-    """
+def _register(seams: Sequence[Seam]) -> None:
+    """Register the hooks among the seams."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_topp_patches.capabilities import check_seams, remember
     from sglang_topp_patches.releases import UNLISTED, installed
 
-    seams = tuple(seams)
-    found = check_seams(seams)
+    states, found = new_states(), check_seams(seams)
     remember(found)
     for problem in found.problems:
         logging.getLogger(__name__).error("sglang-topp refuses candidate sets: %s", problem)
@@ -163,13 +151,12 @@ def report(verbose: bool) -> tuple[bool, list[str]]:
             lines.append(f"  {'FAILS' if check.problem else 'holds'}  {check.seam.target}")
             lines.append(f"         {check.problem or check.seam.purpose}")
     refused = releases.installed()[1].refused
-    limits = budget().to_dict()
+    limits = asdict(budget())
     if verbose:
         lines += [f"refused: {feature}: {reason}" for feature, reason in refused.items()]
-        lines += [f"{name}: {limit}" for name, limit in limits.items()]
-    else:
-        lines += [f"refused on this release (-v says why): {', '.join(refused)}"] if refused else []
-        lines.append(f"limits: {', '.join(f'{name} {limit}' for name, limit in limits.items())}")
+    elif refused:
+        lines.append(f"refused on this release (-v says why): {', '.join(refused)}")
+    lines.append(f"limits: {', '.join(f'{name} {limit}' for name, limit in limits.items())}")
     problems = [*found.problems, *capabilities.environment_problems()]
     lines += [f"problem: {problem}" for problem in problems]
     lines += [f"note: {note}" for note in capabilities.environment_notes()]

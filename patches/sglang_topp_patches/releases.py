@@ -13,8 +13,10 @@ sampler computes the log-probs of the sampled tokens, not a log-prob processor.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -24,16 +26,10 @@ from typing import Any
 
 import torch
 
-from sglang_topp_patches.hooks import Seam
-from sglang_topp_patches.set_buffer import KEY, SetBuffer
+from sglang_topp_patches.hooks import Seam, release_key
 
+_ROW_NORMALIZER = "sglang.srt.layers.logprob_processor.compute_row_log_normalizer"
 CALLED = (
-    Seam(
-        "sglang.srt.managers.auxiliary_output.append_auxiliary_output",
-        "Copy the sets to the host with SGLang's own results.",
-        ("current", "output"),
-        since="0.5.20",
-    ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
         "Rely on a new weight version only between two passes.",
@@ -43,7 +39,7 @@ CALLED = (
     Seam("sglang.srt.runtime_context.get_serving", "Read the weight version.", since="0.5.19"),
     Seam("sglang.srt.runtime_context.get_exec", "Read which backend samples.", since="0.5.20"),
     Seam(
-        "sglang.srt.layers.logprob_processor.compute_row_log_normalizer",
+        _ROW_NORMALIZER,
         "Compute prompt log-probs as SGLang does.",
         ("logits",),
         since="0.5.18",
@@ -57,15 +53,33 @@ CALLED = (
 )
 
 _KERNEL = "tree_speculative_sampling_target_only"
-_PACKAGE = "sgl_kernel"
 
 
-def _imported(name: str) -> Any:
-    """Import and return a module, or return None if it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+def append(current: Any, output: Any) -> Any:
+    """Combine two auxiliary outputs of one forward pass, each of which may be None."""
+    if current is None or output is None:
+        return current or output
+    return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Several auxiliary outputs of one forward pass, on the device or on the host.
+
+    Attributes:
+        outputs: the auxiliary outputs. `Outputs.consume` calls their `consume` methods in this order.
+    """
+
+    outputs: tuple[Any, ...]
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+        """Start to copy the tensors of every auxiliary output to the host."""
+        return Outputs(tuple(output.copy_to_host(copy_tensor) for output in self.outputs))
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Call the method `consume` of every auxiliary output."""
+        for output in self.outputs:
+            output.consume(batch, commits)
 
 
 class Sglang0523:
@@ -92,13 +106,7 @@ class Sglang0523:
         SGLang calls `output.copy_to_host` first, and `output.consume` after it has added the new tokens to
         their requests.
         """
-        logits_output.auxiliary_device_output = self.append(logits_output.auxiliary_device_output, output)
-
-    def append(self, current: Any, output: Any) -> Any:
-        """Combine two auxiliary outputs of one forward pass, each of which may be None."""
-        from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-
-        return append_auxiliary_output(current, output)
+        logits_output.auxiliary_device_output = append(logits_output.auxiliary_device_output, output)
 
     def answers_requests(self) -> bool:
         """Return whether SGLang sends this rank's results to the client.
@@ -143,14 +151,15 @@ class Sglang0523:
         return (module, _KERNEL), (module, "chain_speculative_sampling_triton")
 
     def sanitizes_logits(self) -> bool:
-        """Return whether `SGLANG_SANITIZE_NAN_LOGITS` is on. It's off by default.
+        """Return whether `SGLANG_SANITIZE_NAN_LOGITS` is on. It's off by default, and new in 0.5.14.
 
         If a grammar forbids every token of a row, only with this setting do the other requests of the pass
         succeed.
         """
         from sglang.srt.environ import envs
 
-        return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get())
+        setting = getattr(envs, "SGLANG_SANITIZE_NAN_LOGITS", None)
+        return setting is not None and bool(setting.get())
 
     def scored_rows(self, metadata: Any, indices: torch.Tensor) -> Sequence[int]:
         """Return the indices of the logits rows that score prompt tokens, as a sequence on the host.
@@ -172,92 +181,31 @@ class Sglang0523:
             processor: SGLang's `InputLogprobProcessor`. Before SGLang 0.5.16: SGLang's `LogitsProcessor`.
             logits: float [R, V], the logits of R rows over the V tokens of the vocabulary.
         """
-        if not processor.enable_fast_input_logprobs:
+        if not getattr(processor, "enable_fast_input_logprobs", False):  # new in 0.5.18
             return torch.nn.functional.log_softmax(logits, dim=-1)
-        from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
-
-        row_max, row_log_sum = compute_row_log_normalizer(logits)
+        row_max, row_log_sum = pkgutil.resolve_name(_ROW_NORMALIZER)(logits)
         logprobs: torch.Tensor = (logits.float() - row_max[:, None]) - row_log_sum[:, None]
         return logprobs
-
-    def align(self, reqs: Sequence[Any]) -> None:
-        """Give all `reqs` the same keys in `customized_info`, where SGLang needs that (up to 0.5.14)."""
-
-    # -- Hooks in the HTTP process call the following methods.
-
-    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return a scheduler message's `customized_info`: for each key, a list with one entry per request."""
-        from sglang.srt.managers.io_struct import unwrap_from_pickle
-
-        return unwrap_from_pickle(getattr(recv_obj, "customized_info", None)) or {}
-
-    def streams_increments(self, manager: Any) -> bool:
-        """Return whether a streamed chunk holds only the new tokens, instead of all tokens so far.
-
-        `manager` is SGLang's `TokenizerManager`.
-        """
-        return bool(manager.incremental_streaming_output)
-
-    def skips_tokenizer(self, manager: Any) -> bool:
-        """Return whether the server runs without a tokenizer."""
-        return bool(manager.skip_tokenizer_init)
 
 
 Internals = Sglang0523
 """The interface of all adapters."""
 
 
-class Sglang0521(Sglang0523):
-    """Adapter to SGLang 0.5.21 and 0.5.22, where each call of `eagle_sample` imports the sampling kernel."""
+class Sglang0519(Sglang0523):
+    """Adapter to SGLang 0.5.19 to 0.5.22."""
 
     def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import the sampling kernel's module.
+        """Import the modules that may have the sampling kernel. Each call of `eagle_sample` imports one.
 
-        SGLang itself contains the sampling kernel for CUDA devices. The package `sgl_kernel` contains the
-        sampling kernel for other GPUs.
+        From 0.5.21 on, SGLang itself has the kernel for CUDA devices. The package `sgl_kernel` has that for
+        other GPUs, and all kernels before.
         """
-        from sglang.srt.utils.common import is_cuda
-
-        name = "sglang.kernels.ops.speculative.sampling" if is_cuda() else _PACKAGE
-        return ((_imported(name), _KERNEL),)
-
-
-class Sglang0520(Sglang0521):
-    """Adapter to SGLang 0.5.20, where the sampling kernel comes from the package `sgl_kernel`."""
-
-    def verification_kernels(self) -> Sequence[tuple[Any, str]]:
-        """Import `sgl_kernel`, the package that contains the sampling kernel of SGLang 0.5.20 and earlier."""
-        return ((_imported(_PACKAGE), _KERNEL),)
-
-
-class Sglang0519(Sglang0520):
-    """Adapter to SGLang 0.5.19, where a forward pass has at most one auxiliary output."""
-
-    def append(self, current: Any, output: Any) -> Any:
-        """Combine two auxiliary outputs of a forward pass, as SGLang 0.5.20 and later do themselves."""
-        if current is None or output is None:
-            return current or output
-        return Outputs((*getattr(current, "outputs", (current,)), *getattr(output, "outputs", (output,))))
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Several auxiliary outputs of one forward pass, on the device or on the host.
-
-    Attributes:
-        outputs: the auxiliary outputs. `Outputs.consume` calls their `consume` methods in this order.
-    """
-
-    outputs: tuple[Any, ...]
-
-    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-        """Start to copy the tensors of every auxiliary output to the host."""
-        return Outputs(tuple(output.copy_to_host(copy_tensor) for output in self.outputs))
-
-    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """Call the method `consume` of every auxiliary output."""
-        for output in self.outputs:
-            output.consume(batch, commits)
+        kernels = []
+        for name in ("sglang.kernels.ops.speculative.sampling", "sgl_kernel"):
+            with suppress(ImportError):
+                kernels.append((importlib.import_module(name), _KERNEL))
+        return kernels
 
 
 _FIELD = "sglang_topp_device_output"
@@ -271,8 +219,8 @@ def take(logits_output: Any) -> Any:
     return output
 
 
-class Sglang0518(Sglang0519):
-    """Adapter to SGLang 0.5.18."""
+class Sglang0516(Sglang0519):
+    """Adapter to SGLang 0.5.16 to 0.5.18."""
 
     def begin_pass(self, logits_output: Any) -> None:
         """Remove the candidate sets of an earlier pass, because SGLang reuses `logits_output`."""
@@ -280,65 +228,21 @@ class Sglang0518(Sglang0519):
 
     def attach(self, logits_output: Any, output: Any) -> None:
         """Store the sets in a new attribute of `logits_output`, because SGLang has no field for the sets."""
-        setattr(logits_output, _FIELD, self.append(take(logits_output), output))
+        setattr(logits_output, _FIELD, append(take(logits_output), output))
 
     def weight_version(self) -> str:
         """Return an empty string: in these releases, the scheduler does not know the weight version."""
         return ""
 
 
-class Sglang0516(Sglang0518):
-    """Adapter to SGLang 0.5.16 and 0.5.17, which score all prompts with `log_softmax`."""
-
-    def input_logprobs(self, processor: Any, logits: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probs with `log_softmax`, as these releases do for every prompt."""
-        return torch.nn.functional.log_softmax(logits, dim=-1)
-
-
-class Sglang0515(Sglang0516):
-    """Adapter to SGLang 0.5.15 and 0.5.15.post1."""
-
-    def streams_increments(self, manager: Any) -> bool:
-        """Read `incremental_streaming_output` from the server arguments."""
-        return bool(manager.server_args.incremental_streaming_output)
-
-    def skips_tokenizer(self, manager: Any) -> bool:
-        """Read `skip_tokenizer_init` from the server arguments."""
-        return bool(manager.server_args.skip_tokenizer_init)
-
-
-class Sglang0514(Sglang0515):
-    """Adapter to SGLang 0.5.14, which sends `customized_info` only for requests that have it."""
-
-    def align(self, reqs: Sequence[Any]) -> None:
-        """If a request has a `SetBuffer`, give one to every request.
-
-        SGLang sends the values of a `customized_info` key only for the requests that have the key. SGLang's
-        `TokenizerManager` looks up each request's value by the request's position in the whole batch. If one
-        request lacked the key, SGLang would give some requests the values of other requests.
-        """
-        if any(req.customized_info and KEY in req.customized_info for req in reqs):
-            for req in reqs:
-                req.customized_info = req.customized_info or {}
-                req.customized_info.setdefault(KEY, SetBuffer())
-
-    def take_customized_info(self, recv_obj: Any) -> dict[str, Any]:
-        """Return the field itself, which is no pickle up to SGLang 0.5.14."""
-        return getattr(recv_obj, "customized_info", None) or {}
-
-
-class Sglang0513(Sglang0514):
-    """Adapter to SGLang 0.5.13 and 0.5.13.post1, which lack the module `runtime_context`."""
+class Sglang0513(Sglang0516):
+    """Adapter to SGLang 0.5.13 to 0.5.15.post1."""
 
     def answers_requests(self) -> bool:
         """Return whether this process has rank 0 in both attention groups (tensor and context parallel)."""
         from sglang.srt.layers.dp_attention import get_attention_cp_rank, get_attention_tp_rank
 
         return bool(get_attention_tp_rank() == 0 and get_attention_cp_rank() == 0)
-
-    def sanitizes_logits(self) -> bool:
-        """Return False: SGLang 0.5.12 and 0.5.13 have no setting that sanitizes logits."""
-        return False
 
 
 class Sglang0512(Sglang0513):
@@ -380,54 +284,60 @@ class Release:
     refused: Mapping[Feature, str] = field(default_factory=dict)
 
 
-_NO_PLUGINS_IN_WORKERS = {Feature.HTTP_WORKERS: "SGLang's HTTP workers load no plugins"}
-_BEFORE_0_5_23 = {
-    **_NO_PLUGINS_IN_WORKERS,
-    Feature.RESUMED: "SGLang does not send all tokens of a request that is aborted in the scheduler's queue",
-}
-_UNTESTED = {Feature.SPECULATIVE: "candidate sets were not tested with speculative decoding"}
-_OTHER_REJECTION = {
-    Feature.REJECTION_SAMPLING: "the kernel of rejection sampling was checked on SGLang 0.5.23 only"
-}
-_BEFORE_0_5_20 = {
-    **_BEFORE_0_5_23,
-    Feature.SAMPLER_SOURCE: "SGLang's sampler does not return the probabilities that it drew from",
-    Feature.ROUTES: "it was not tested, because SGLang's buffer of routed experts needs a GPU here",
-}
-_BEFORE_0_5_19 = {
-    **_BEFORE_0_5_20,
-    Feature.PIPELINE: "SGLang does not send a plugin's output from one pipeline stage to the next",
-    Feature.WEIGHT_VERSIONS: "SGLang's scheduler does not know its weight version",
-}
-_BEFORE_0_5_13 = {
-    **_BEFORE_0_5_19,
+_SUPPORTED = (
+    "0.5.23 0.5.22 0.5.21 0.5.20 0.5.19 0.5.18 0.5.17 0.5.16 0.5.15.post1 0.5.15 0.5.14 0.5.13.post1 0.5.13"
+    " 0.5.12.post1 0.5.12"
+)
+# Each adapter, newest first, with the first release that it serves.
+_ADAPTERS: tuple[tuple[str, Internals], ...] = (
+    ("0.5.23", Sglang0523()),
+    ("0.5.19", Sglang0519()),
+    ("0.5.16", Sglang0516()),
+    ("0.5.13", Sglang0513()),
+    ("0.5.12", Sglang0512()),
+)
+# Each feature with the first release that serves it, and the reason why earlier ones do not.
+_SERVED_SINCE = (
+    (Feature.HTTP_WORKERS, "0.5.23", "SGLang's HTTP workers load no plugins"),
+    (
+        Feature.RESUMED,
+        "0.5.23",
+        "SGLang does not send all tokens of a request that is aborted in the scheduler's queue",
+    ),
+    (
+        Feature.REJECTION_SAMPLING,
+        "0.5.23",
+        "the kernel of rejection sampling was checked on SGLang 0.5.23 only",
+    ),
+    (
+        Feature.SAMPLER_SOURCE,
+        "0.5.20",
+        "SGLang's sampler does not return the probabilities that it drew from",
+    ),
+    (
+        Feature.PIPELINE,
+        "0.5.19",
+        "SGLang does not send a plugin's output from one pipeline stage to the next",
+    ),
+    (Feature.WEIGHT_VERSIONS, "0.5.19", "SGLang's scheduler does not know its weight version"),
+    # Speculative decoding was tested on 0.5.15.post1. On 0.5.15, the functions that the hooks wrap are the
+    # same.
+    (Feature.SPECULATIVE, "0.5.15", "candidate sets were not tested with speculative decoding"),
     # Two defects of SGLang 0.5.12 rule out disaggregation. The scheduler of a prefill server sends the top
     # log-probs to the HTTP process as tensors, not as lists. With the transfer backend nixl, SGLang completes
     # a transfer of the KV cache only for hybrid models.
-    Feature.DISAGGREGATION: "a request with `top_logprobs_num` crashes SGLang's prefill server",
-}
-
-RELEASES: Mapping[str, Release] = MappingProxyType(
-    {
-        "0.5.23": Release(Sglang0523()),
-        "0.5.22": Release(Sglang0521(), _BEFORE_0_5_23 | _OTHER_REJECTION),
-        "0.5.21": Release(Sglang0521(), _BEFORE_0_5_23 | _OTHER_REJECTION),
-        "0.5.20": Release(Sglang0520(), _BEFORE_0_5_23 | _OTHER_REJECTION),
-        "0.5.19": Release(Sglang0519(), _BEFORE_0_5_20 | _OTHER_REJECTION),
-        "0.5.18": Release(Sglang0518(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.17": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.16": Release(Sglang0516(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.15.post1": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        # Speculative decoding was tested on 0.5.15.post1. The plugin also serves speculative decoding on
-        # 0.5.15, because the SGLang functions that the hooks wrap are the same in 0.5.15 and 0.5.15.post1.
-        "0.5.15": Release(Sglang0515(), _BEFORE_0_5_19 | _OTHER_REJECTION),
-        "0.5.14": Release(Sglang0514(), _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.13.post1": Release(Sglang0513(), _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.13": Release(Sglang0513(), _BEFORE_0_5_19 | _UNTESTED),
-        "0.5.12.post1": Release(Sglang0512(), _BEFORE_0_5_13 | _UNTESTED),
-        "0.5.12": Release(Sglang0512(), _BEFORE_0_5_13 | _UNTESTED),
-    }
+    (Feature.DISAGGREGATION, "0.5.13", "a request with `top_logprobs_num` crashes SGLang's prefill server"),
+    (Feature.ROUTES, "0.5.13", "SGLang gives some requests of a batch the experts of others"),
 )
+
+
+def _release(name: str) -> Release:
+    at = release_key(name)
+    internals = next(adapter for since, adapter in _ADAPTERS if release_key(since) <= at)
+    return Release(internals, {what: why for what, since, why in _SERVED_SINCE if at < release_key(since)})
+
+
+RELEASES: Mapping[str, Release] = MappingProxyType({name: _release(name) for name in _SUPPORTED.split()})
 """The supported releases by version, newest first."""
 
 UNLISTED = Release(Sglang0523(), dict.fromkeys(Feature, "is not a supported release"))

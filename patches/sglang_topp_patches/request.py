@@ -23,6 +23,9 @@ The answer holds the sets in slime's two arrays (`http.slime_fields`)."""
 ROUTES = "return_routed_experts"
 """SGLang's field for the experts of each token. In a request for sets, the plugin keeps them exact."""
 
+INDEXER_TOPK = "return_indexer_topk"
+"""SGLang's field for what each token's sparse attention reads. It's refused in a request for sets."""
+
 FIELDS = (THRESHOLD, SOURCE, BASE64, NUCLEUS)
 """The request fields that the plugin adds to `POST /generate`.
 
@@ -92,13 +95,6 @@ class Carried:
 def attach(holder: Any, request: SetsRequest | list[SetsRequest]) -> None:
     """Attach what is wanted to a `GenerateReqInput` or `Req`. A batch has a list, with one value per part."""
     setattr(holder, _ATTRIBUTE, request)
-
-
-def attach_part(part: Any, batch: Any, i: int) -> None:
-    """Attach to the i-th part of a batch what that part wants."""
-    requests: list[SetsRequest] | None = getattr(batch, _ATTRIBUTE, None)
-    if requests is not None:
-        attach(part, requests[i])
 
 
 def sets_request(holder: Any) -> SetsRequest:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sglang_topp.engine_contract import Model
 from sglang_topp.errors import (
@@ -33,8 +33,8 @@ from sglang_topp.errors import (
     WireError,
 )
 from sglang_topp_client import Rollout, Score
-from sglang_topp_client.requests import plan
-from sglang_topp_client.run import RunOptions, Runs
+from sglang_topp_client.requests import build_sample_requests
+from sglang_topp_client.run import Place, RunOptions, Runs
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
 from sglang_topp_server.error_responses import as_sglang_topp_error, from_engine_error
@@ -108,14 +108,8 @@ class EngineStatus:
         return [str(problem) for problem in problems] if isinstance(problems, list) else []
 
 
-class FailedPrompt(NamedTuple):
-    """A prompt that failed. The client yields no further samples of this prompt."""
-
-    prompt_index: int
-    error: SglangToppError
-
-
-Result: TypeAlias = Rollout | Score | FailedPrompt
+Results: TypeAlias = asyncio.Queue[tuple[Place, Rollout | Score | SglangToppError] | None]
+"""The results of a request, with their places. An error is the last result of its prompt; None comes last."""
 
 
 class EngineClient:
@@ -181,7 +175,11 @@ class EngineClient:
         """
         for path in ("/model_info", "/get_model_info"):
             with suppress(SglangToppError):
-                return _text((await _get_object(self._http, path, _VERSION_TIMEOUT_S)).get("weight_version"))
+                return _text(
+                    (await self._http.request_json("GET", path, timeout_s=_VERSION_TIMEOUT_S)).get(
+                        "weight_version"
+                    )
+                )
         return None
 
     async def _probe(self, is_doubtful: bool) -> EngineStatus:
@@ -210,12 +208,12 @@ class EngineClient:
         """Return the status that the engine reports, or that of a gateway's first unpatched worker."""
         where, workers = f"the engine at {self.base_url}", []
         try:
-            info = await _get_object(self._http, "/server_info", _TIMEOUT_S)
+            info = await self._http.request_json("GET", "/server_info", timeout_s=_TIMEOUT_S)
         except BadRequestError as missing:
             if missing.status != 404:
                 raise
             try:
-                info = await _get_object(self._http, "/get_server_info", _TIMEOUT_S)
+                info = await self._http.request_json("GET", "/get_server_info", timeout_s=_TIMEOUT_S)
             except BadRequestError as error:
                 raise (missing if error.status == 404 else error) from None
             behind = f"behind the gateway at {self.base_url}"
@@ -237,14 +235,16 @@ class EngineClient:
             with suppress(SglangToppError):
                 http = HttpClient(replace(self._config, base_url=url))
                 try:
-                    return _status_of(await _get_object(http, "/server_info", _WORKER_TIMEOUT_S))
+                    return _status_of(
+                        await http.request_json("GET", "/server_info", timeout_s=_WORKER_TIMEOUT_S)
+                    )
                 finally:
                     await http.aclose()
             return None
 
         listed: Any = None
         with suppress(ResponseError, WireError):
-            listed = (await _get_object(self._http, "/workers", _TIMEOUT_S)).get("workers")
+            listed = (await self._http.request_json("GET", "/workers", timeout_s=_TIMEOUT_S)).get("workers")
         # If a worker has several ranks, the gateway lists each rank separately, as http://host:port@rank.
         urls = [
             str(worker.get("url")).rstrip("/").partition("@")[0]
@@ -256,7 +256,7 @@ class EngineClient:
 
     async def _test(self, status: EngineStatus) -> EngineStatus:
         """Generate one token with its candidate set, through the code that also serves callers' requests."""
-        requests = plan([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
+        requests = build_sample_requests([_PROBE_PROMPT], {"max_new_tokens": 1, "temperature": 1.0}, 0.5)
         options = replace(_OPTIONS, request_id=_PROBE_ID, timeout_s=_TIMEOUT_S, keeps_going=False)
         try:
             await self._runs.gather(requests, options)
@@ -285,12 +285,12 @@ class EngineClient:
         request: SampleCall,
         share: MemoryShare,
         headers: Mapping[str, str],
-        finished: asyncio.Queue[Result | None],
+        finished: Results,
     ) -> None:
         """Put each sample or score into `finished` at once, and count its memory in `share`; None comes last.
 
-        The engine never waits for a slow caller. If a prompt fails, a FailedPrompt takes the place of its
-        other samples, and the other prompts go on. Canceling this method aborts the unfinished samples in the
+        The engine never waits for a slow caller. If a prompt fails, the error takes the place of its other
+        samples, and the other prompts go on. Canceling this method aborts the unfinished samples in the
         engine.
 
         Args:
@@ -303,7 +303,7 @@ class EngineClient:
 
         def fail(prompt: int, cause: Exception) -> None:
             del missing[prompt]
-            finished.put_nowait(FailedPrompt(prompt, self._note_failure(cause)))
+            finished.put_nowait(((prompt, 0), self._note_failure(cause)))
 
         try:
             body = request.body
@@ -313,7 +313,8 @@ class EngineClient:
             for rollout in request.given.values():
                 share.change(num_bytes_of(rollout))
             async with aclosing(self._runs.stream(request.wanted, options, request.given)) as results:
-                async for (prompt, _), item in results:
+                async for place, item in results:
+                    prompt, _ = place
                     if prompt not in missing:
                         continue  # another sample of the prompt has failed
                     if isinstance(item, SglangToppError):
@@ -323,7 +324,7 @@ class EngineClient:
                     if not missing[prompt]:
                         del missing[prompt]
                     share.change(num_bytes_of(item))
-                    finished.put_nowait(item)
+                    finished.put_nowait((place, item))
                     del item
         except Exception as error:
             for prompt in list(missing):
@@ -366,13 +367,6 @@ class EngineClient:
         """Close the connections."""
         await self._http.aclose()
         await self._runs.close()
-
-
-async def _get_object(http: HttpClient, path: str, timeout_s: float) -> dict[str, Any]:
-    answer = await http.request_json("GET", path, timeout_s=timeout_s)
-    if not isinstance(answer, dict):
-        raise WireError(path, f"got {type(answer).__name__}, expected an object")
-    return answer
 
 
 def _status_of(info: dict[str, Any]) -> EngineStatus:

@@ -9,16 +9,15 @@ most ends with an error.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from sglang_topp.errors import BadRequestError, OverloadedError, SglangToppError
+from sglang_topp.errors import BadRequestError, OverloadedError, SglangToppError, TransportError
 from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
 from sglang_topp_client import Rollout, Score
-from sglang_topp_server.metrics import Metrics
 from sglang_topp_server.settings import Limits
 
 # uvicorn buffers this many bytes of any body anyway, so smaller bodies need no place.
@@ -49,20 +48,21 @@ class BodyReader:
             BadRequestError: the body exceeds `max_body_bytes` (413), or takes too long (408).
             ClientDisconnect: the caller disconnected.
         """
-        length = _content_length(request.headers)
-        if length is not None and length > self._limits.max_body_bytes:
-            raise self._too_long(str(length))
-        async with nullcontext() if length is not None and length <= _LARGE_BYTES else self._places:
-            yield await self._receive(request)
+        most = self._limits.max_body_bytes
+        length = int(request.headers.get("content-length", most))
+        if length > most:
+            raise _too_long(str(length), most)
+        async with nullcontext() if length <= _LARGE_BYTES else self._places:
+            yield await self._receive(request, length)
 
-    async def _receive(self, request: Request) -> bytearray:
+    async def _receive(self, request: Request, max_bytes: int) -> bytearray:
         body, timeout_s = bytearray(), self._limits.io_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 async for part in request.stream():
                     body += part
-                    if len(body) > self._limits.max_body_bytes:
-                        raise self._too_long("more")
+                    if len(body) > max_bytes:  # chunks may follow a small Content-Length
+                        raise _too_long("more", max_bytes)
         except TimeoutError:
             raise BadRequestError(
                 f"the body: got {len(body)} bytes in {timeout_s:g} s, expected the whole body in this time",
@@ -70,18 +70,9 @@ class BodyReader:
             ) from None
         return body
 
-    def _too_long(self, got: str) -> BadRequestError:
-        return BadRequestError(
-            f"the body: got {got} bytes, expected at most {self._limits.max_body_bytes}", status=413
-        )
 
-
-def _content_length(headers: Headers) -> int | None:
-    text = headers.get("content-length", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
-
-
-_RETRY_AFTER_S = 1.0
+def _too_long(got: str, max_bytes: int) -> BadRequestError:
+    return BadRequestError(f"the body: got {got} bytes, expected at most {max_bytes}", status=413)
 
 
 class ConcurrencyLimit:
@@ -91,24 +82,21 @@ class ConcurrencyLimit:
 
     Args:
         limit: the number of samples in flight from which on requests are refused.
-        metrics: receives the current number of samples in flight.
+
+    Attributes:
+        num_samples: the number of samples in flight.
     """
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit, self._metrics = limit, metrics
-        self._count = 0
-
-    def __len__(self) -> int:
-        """Return the number of samples in flight."""
-        return self._count
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_samples = 0
 
     def require_place(self) -> None:
         """Raise OverloadedError if the limit is reached."""
-        if self._count >= self._limit:
+        if self.num_samples >= self._limit:
             raise OverloadedError(
-                f"{self._count} samples are in flight, expected fewer than {self._limit}; send the request"
-                " again later",
-                retry_after_s=_RETRY_AFTER_S,
+                f"{self.num_samples} samples are in flight, expected fewer than {self._limit}; send the"
+                " request again later"
             )
 
     @contextmanager
@@ -118,15 +106,11 @@ class ConcurrencyLimit:
         A request below the limit is admitted with all of its samples, so that a large one is never starved.
         """
         self.require_place()
-        self._change(num_samples)
+        self.num_samples += num_samples
         try:
             yield
         finally:
-            self._change(-num_samples)
-
-    def _change(self, num_samples: int) -> None:
-        self._count += num_samples
-        self._metrics.in_flight.set(self._count)
+            self.num_samples -= num_samples
 
 
 _BYTES_PER_CANDIDATE = 8
@@ -169,12 +153,14 @@ class MemoryLimit:
 
     Args:
         limit: the maximum number of bytes that all requests together may hold.
-        metrics: shows the number of bytes that all requests together hold.
+
+    Attributes:
+        num_bytes: the number of bytes that all requests together hold.
     """
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit, self._metrics = limit, metrics
-        self._num_bytes = self._freed_bytes = 0
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_bytes = self._freed_bytes = 0
         self._trimmer = HeapTrimmer()
         self._shares: set[MemoryShare] = set()
 
@@ -199,14 +185,15 @@ class MemoryLimit:
         If all requests together then exceed the limit, end the request that holds the most bytes.
         """
         share.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        self._metrics.held_bytes.set(self._num_bytes)
+        self.num_bytes += num_bytes
         self._freed_bytes += max(0, -num_bytes)
         if self._freed_bytes >= LARGE_BYTES:
             self._freed_bytes = 0
             self._trimmer.trim_soon()
+        if num_bytes <= 0 or self.num_bytes <= self._limit:
+            return
         leaving = sum(one.num_bytes for one in self._shares if one.excess.done())
-        if num_bytes > 0 and self._num_bytes - leaving > self._limit:
+        if self.num_bytes - leaving > self._limit:
             most = max((one for one in self._shares if not one.excess.done()), key=lambda one: one.num_bytes)
             most.excess.set_result(self._error(most))
 
@@ -218,17 +205,35 @@ class MemoryLimit:
                 status=413,
             )
         return OverloadedError(
-            f"{self._num_bytes} bytes of finished samples wait for their callers, {share.num_bytes} of them"
+            f"{self.num_bytes} bytes of finished samples wait for their callers, {share.num_bytes} of them"
             f" for this one, the most; expected at most {self._limit} in all; use stream, read faster, or"
-            " send the request again later",
-            retry_after_s=1.0,
+            " send the request again later"
         )
+
+
+_MAX_RECENT_BYTES = 2**28
+
+
+class RecentRollouts(deque[Rollout]):
+    """The most recently served rollouts, for `GET /view`: at most `count`, and at most 256 MiB in total."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count, self._num_bytes = count, 0
+
+    def add(self, sample: Rollout | Score) -> None:
+        """Keep `sample` if it is a rollout, and drop the oldest rollouts that no longer fit."""
+        if isinstance(sample, Rollout):
+            self.append(sample)
+            self._num_bytes += num_bytes_of(sample)
+            while len(self) > self._count or self._num_bytes > _MAX_RECENT_BYTES:
+                self._num_bytes -= num_bytes_of(self.popleft())
 
 
 LONG_BYTES = 1 << 20
 """The length, in bytes, above which one of the engine's lines counts as long."""
 
-_STUCK_S = 5.0
+_STALL_S = 60.0
 
 
 class LongMessageSlots:
@@ -237,49 +242,33 @@ class LongMessageSlots:
     The engine sends each finished sample as one line, which holds all of its candidate sets and can be
     decoded only after its last byte. `MemoryLimit` counts a sample only then. So once more than `LONG_BYTES`
     of a line have arrived, the sidecar reads on only while the line holds one of a few slots. The unread part
-    of a line that waits stays on the engine.
+    of a line that waits stays on the engine. A line in a slot of which nothing arrives for a minute fails the
+    call, because it would block the others.
 
     Args:
-        num_slots: the number of slots. If no byte of any long line arrives for 5 s, the lines that wait are
-            read without a slot, because a line that never ends would block them.
+        num_slots: the number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._free = asyncio.Semaphore(num_slots)
-        self._num_steps = 0
+        self._slots = asyncio.Semaphore(num_slots)
 
     async def throttle(self, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield the parts of an answer as they arrive, and wait for a slot inside of each long line."""
-        num_bytes, is_long, has_slot = 0, False, False
-        try:
-            async for data in body:
-                if is_long:
-                    self._num_steps += 1
+        num_bytes = 0
+        async with AsyncExitStack() as slot:
+            while True:
+                try:
+                    async with asyncio.timeout(_STALL_S if num_bytes > LONG_BYTES else None):
+                        data = await anext(body, b"")
+                except TimeoutError:
+                    raise TransportError(f"nothing arrived for {_STALL_S:g} s inside a line") from None
+                if not data:
+                    return
                 yield data
                 if end := data.rfind(b"\n") + 1:  # the reader has taken the line
-                    if has_slot:
-                        self._leave()
-                    num_bytes, is_long, has_slot = -end, False, False
+                    await slot.aclose()
+                    num_bytes = -end
+                was_long = num_bytes > LONG_BYTES
                 num_bytes += len(data)
-                if num_bytes > LONG_BYTES and not is_long:
-                    is_long = True
-                    has_slot = await self._enter()
-        finally:
-            if has_slot:
-                self._leave()
-
-    async def _enter(self) -> bool:
-        """Wait for a slot, and return whether there was one before the long lines got stuck."""
-        while True:
-            num_steps = self._num_steps
-            try:
-                async with asyncio.timeout(_STUCK_S):
-                    await self._free.acquire()
-                return True
-            except TimeoutError:
-                if self._num_steps == num_steps:
-                    return False
-
-    def _leave(self) -> None:
-        self._num_steps += 1
-        self._free.release()
+                if num_bytes > LONG_BYTES and not was_long:
+                    await slot.enter_async_context(self._slots)

@@ -120,8 +120,3 @@ class Metrics:
     def count_error(self, error: SglangToppError) -> None:
         """Count one error that a caller receives."""
         self.errors.labels(type(error).__name__, str(http_status(error))).inc()
-
-    def count_refusal(self, error: SglangToppError) -> None:
-        """Count one request that was refused before its body was read."""
-        self.requests.labels("rejected").inc()
-        self.count_error(error)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from sglang_topp.engine_contract import Model
 from sglang_topp_client import Rollout, Score
 from sglang_topp_client.protocols.sidecar import SERVICE
 from sglang_topp_client.wire.records import JSON_FIELDS
@@ -24,15 +22,12 @@ class ModelInfo(BaseModel):
     `max_token_chars` is the number of characters in the tokenizer's longest token.
     """
 
+    model_config = ConfigDict(from_attributes=True)
+
     vocab_size: int
     context_length: int
     max_token_chars: int
     max_text_chars: int = Field(description="Maximum characters of a text prompt.")
-
-    @classmethod
-    def of(cls, model: Model) -> ModelInfo:
-        """Build a `ModelInfo` from the vocabulary size and the other sizes that the engine reported."""
-        return cls(**asdict(model), max_text_chars=model.max_text_chars)
 
 
 class EngineInfo(BaseModel):

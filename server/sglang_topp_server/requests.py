@@ -22,16 +22,15 @@ from sglang_topp.engine_contract import (
     overlong_text,
 )
 from sglang_topp.errors import BadRequestError, InvalidInputError, WireError, describe
-from sglang_topp_client.checks import check_request_id, decode_json
 from sglang_topp_client.requests import (
     SampleRequest,
-    mark_interruptible,
+    build_resume_requests,
+    build_sample_requests,
+    build_score_requests,
     one_each,
-    plan,
-    plan_resume,
-    plan_scores,
 )
 from sglang_topp_client.rollout import DISTRIBUTION, SAMPLER, ReturnField, Rollout
+from sglang_topp_client.value_checks import check_request_id, decode_json
 from sglang_topp_client.wire.records import from_record
 from sglang_topp_server.settings import Limits
 
@@ -186,17 +185,17 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall:
         raise BadRequestError("prompts: missing, but required", status=400)
     if given.prompts not in (UNSET, None) and given.rollouts is not None:
         raise BadRequestError("rollouts: got rollouts and prompts, expected one of them", status=400)
-    # Check the number of samples before `plan` builds the requests, because `n` may be huge.
+    # Check the number of samples before the requests are built, because `n` may be huge.
     if (samples := _num_samples(given)) > limits.max_samples:
         raise BadRequestError(
-            f"prompts x n: got {describe(samples)} samples, expected at most {limits.max_samples};"
-            " send them in several requests",
+            f"prompts x n: got {describe(samples)}, expected at most {limits.max_samples} samples; send them"
+            " in several requests",
             status=413,
         )
     options = given.sampling_params, given.top_logprobs_p, given.top_logprobs_source
     resumed: list[Rollout] = []
     if given.rollouts is None:
-        wanted = plan(given.prompts, *options, given.return_fields or ())
+        wanted = build_sample_requests(given.prompts, *options, given.return_fields, given.on_abort)
         wanted = _with_counts(wanted, given.resumed_tokens, given.fields_start)
     else:
         for name in (RESUMED, "fields_start"):
@@ -204,10 +203,11 @@ def parse_rollouts(body: bytes | bytearray, limits: Limits) -> SampleCall:
                 raise InvalidInputError(
                     f"{name}: got {name} and rollouts, which imply it; expected one of them"
                 )
-        wanted, resumed = plan_resume(_read_rollouts(given.rollouts), *options, given.return_fields)
+        wanted, resumed = build_resume_requests(
+            _read_rollouts(given.rollouts), *options, given.return_fields, given.on_abort
+        )
         # Free the JSON records, which take as much memory as the parsed rollouts.
         given.rollouts = None
-    wanted = mark_interruptible(wanted, given.on_abort)
     for one in wanted:
         custom = one.sampling_params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
@@ -229,13 +229,13 @@ def parse_scores(body: bytes | bytearray, limits: Limits) -> SampleCall:
             `limits.max_samples` (413). The message names the field, the value, and the accepted values.
     """
     given = _read_body(body, ScoresBody)
-    # Check the number of sequences, which may be millions, before `plan_scores` creates a request for each.
+    # Check the number of sequences, which may be millions, before a request is built for each.
     if (count := _num_prompts(given.sequences)) > limits.max_samples:
         raise BadRequestError(
             f"sequences: got {count}, expected at most {limits.max_samples}; send them in several requests",
             status=413,
         )
-    return SampleCall(given, plan_scores(given.sequences, given.top_logprobs_p, given.start))
+    return SampleCall(given, build_score_requests(given.sequences, given.top_logprobs_p, given.start))
 
 
 def parse_abort(body: bytes | bytearray) -> AbortBody:
@@ -328,6 +328,6 @@ def _with_counts(wanted: Sequence[SampleRequest], resumed: Any, starts: Any) -> 
                     " token ids of which that many may belong to the answer"
                 )
     return [
-        replace(one, resumed_tokens=number, fields_start=start or 0)
+        replace(one, resumed_tokens=one.resumed_tokens if number is None else number, fields_start=start or 0)
         for one, number, start in zip(wanted, *counts.values(), strict=True)
     ]

@@ -7,14 +7,13 @@ a Python loop per token.
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.collate import (
     RLBatch,
-    RolloutLike,
     SFTBatch,
     collate_rl,
     collate_rollouts,
     collate_sft,
 )
 from sglang_topp.batch.micro_batches import MicroBatches, split_micro_batches, take_batch
-from sglang_topp.batch.nested import NestedBatch, NestedFieldSpec, nest_batch, unnest_batch
+from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
 from sglang_topp.batch.packed_collator import PackedBatch, PackedCollator
 from sglang_topp.batch.ragged_rows import pack_loss_mask, unpack_loss_masks
 
@@ -22,11 +21,9 @@ __all__ = [
     "BatchCandidateSets",
     "MicroBatches",
     "NestedBatch",
-    "NestedFieldSpec",
     "PackedBatch",
     "PackedCollator",
     "RLBatch",
-    "RolloutLike",
     "SFTBatch",
     "collate_rl",
     "collate_rollouts",

@@ -73,33 +73,16 @@ class BatchCandidateSets:
 
     __hash__ = None  # type: ignore[assignment]  # hashing would have to read all of the large arrays
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """int64 [B]: the number of positions in each row."""
-        return np.diff(self.row_offsets)
-
-    @property
-    def nbytes(self) -> int:
-        """The total size, in bytes, of the arrays that a transfer to another process sends."""
-        arrays = (*self.sets._arrays(), self.row_offsets)
-        return sum(array.nbytes for array in arrays if array is not None)
-
     @overload
     def __getitem__(self, index: int) -> CandidateSets: ...
     @overload
     def __getitem__(self, index: slice) -> BatchCandidateSets: ...
     def __getitem__(self, index: int | slice) -> CandidateSets | BatchCandidateSets:
-        """Return one row's CandidateSets for `batch[i]`, or a smaller batch for `batch[a:b]`.
-
-        The candidates are not copied.
+        """Return one row's CandidateSets for `batch[i]`, or the rows of a slice, which copies no candidates
+        if its step is 1.
         """
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step != 1:
-                raise InvalidInputError(f"slice step: got {step}, expected 1; use `take` to re-order")
-            stop = max(start, stop)
-            low, high = self.row_offsets[start], self.row_offsets[stop]
-            return BatchCandidateSets(self.sets[low:high], self.row_offsets[start : stop + 1] - low)
+            return self.take(np.arange(len(self))[index])
         i = range(len(self))[index]
         return self.sets[self.row_offsets[i] : self.row_offsets[i + 1]]
 
@@ -124,7 +107,7 @@ class BatchCandidateSets:
             offsets_of(cut(sets.sizes, self.row_offsets, index)),
             cut(sets.sampled_ids, self.row_offsets, index),
         )
-        return BatchCandidateSets(taken, offsets_of(self.lengths[index]))
+        return BatchCandidateSets(taken, offsets_of(np.diff(self.row_offsets)[index]))
 
 
 def cut(values: NDArray[Any], offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[Any]:

@@ -19,10 +19,8 @@ Every field is right-aligned, so all samples end in the last column. Two RL samp
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -32,16 +30,8 @@ from sglang_topp.batch import ragged_rows as ragged
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
 from sglang_topp.batch.ragged_rows import RaggedRows
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.csr_operations import first_true, integer_array
 from sglang_topp.errors import InvalidInputError
-
-Place: TypeAlias = tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64], tuple[int, int]]
-"""Where a batch holds its samples.
-
-`(batch, first, start, shape)`: a batch whose `sequences` hold padding; int64 [B], the index of each prompt's
-first token in the flattened `sequences`; int64 [B], the index of each response's first value in the other
-fields, flattened; and the shape of these fields.
-"""
 
 
 class RLBatch(TypedDict):
@@ -86,33 +76,6 @@ class SFTBatch(TypedDict):
     float32 and divided by its sum over the batch."""
 
 
-class RolloutLike(Protocol):
-    """The attributes of `sglang_topp_client.Rollout` that `collate_rollouts` reads."""
-
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """int32 [P_i]: the prompt's tokens."""
-
-    @property
-    def output_ids(self) -> NDArray[np.int32]:
-        """int32 [R_i]: the response's tokens: generated tokens, and tokens that tools appended."""
-
-    @property
-    def logprobs(self) -> NDArray[np.float32]:
-        """float32 [R_i]: each token's log-prob over the vocabulary, or 0 for tokens that tools appended."""
-
-    @property
-    def loss_mask(self) -> NDArray[np.int8]:
-        """int8 [R_i]: 1 for generated tokens, 0 for tokens that tools appended.
-
-        Count the ones with `loss_mask.sum()`. Python's built-in `sum` overflows above 127.
-        """
-
-    @property
-    def candidates(self) -> CandidateSets | None:
-        """The candidate sets of the R_i response tokens, or None if no sets were requested."""
-
-
 def collate_rl(
     prompts: RaggedRows,
     responses: RaggedRows,
@@ -124,7 +87,6 @@ def collate_rl(
     fields: Mapping[str, RaggedRows] | None = None,
     sequence_fields: Mapping[str, RaggedRows] | None = None,
     pad_token_id: int,
-    max_seq_len: int | None = None,
 ) -> RLBatch:
     """Collate RL samples into a padded batch. Each argument has one row per sample.
 
@@ -145,7 +107,6 @@ def collate_rl(
             token's. The field becomes [B, S, ...], in the columns of `sequences`, with 0 where no value is,
             of the smallest dtype that holds the rows' (int32 for uint16, and int64 for uint32).
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
     Raises:
         InvalidInputError: an argument is invalid. The message names the field and the sample. Each row of
@@ -154,24 +115,23 @@ def collate_rl(
             candidate set must be the response's token at the same position. A token with loss mask 1 must
             have a candidate set. A name in `fields` or `sequence_fields` must not be in the other, or a
             standard field of the batch. `pad_token_id` must be an integer.
-
-    Warns:
-        UserWarning: a sample is longer than `max_seq_len`.
     """
-    rollouts = Rollouts(prompts, responses, rewards, loss_masks, logprobs, candidates, sequence_fields or {})
-    batch = _collate_right_aligned(rollouts, fields, pad_token_id)
-    _warn_if_long(batch, max_seq_len)
-    return batch
+    prompt_lengths, lengths = sample_lengths(prompts, responses)
+    batch, first = _right_aligned(prompt_lengths + lengths, pad_token_id)
+    width, rows = int(lengths.max()), np.arange(1, len(lengths) + 1)
+    start, shape = rows * width - lengths, (len(rows), width)
+    columns = (prompts, responses, rewards, loss_masks, logprobs, candidates, fields, sequence_fields)
+    written: RLBatch = write_samples(batch, prompt_lengths, lengths, first, start, shape, *columns)
+    return written
 
 
 def collate_rollouts(
-    rollouts: Sequence[RolloutLike],
+    rollouts: Sequence[Any],
     rewards: Sequence[Any],
     *,
     candidates: Sequence[CandidateSets] | None = None,
     fields: Mapping[str, RaggedRows] | None = None,
     pad_token_id: int,
-    max_seq_len: int | None = None,
 ) -> RLBatch:
     """Collate a client's `Rollout` objects into a batch like that of `collate_rl`.
 
@@ -190,192 +150,53 @@ def collate_rollouts(
             (`Score.candidates`).
         fields: as in `collate_rl`.
         pad_token_id: fills `sequences` before the prompt.
-        max_seq_len: the length in tokens above which a sample causes a warning. Nothing is truncated.
 
     Raises:
         InvalidInputError: an argument is invalid (see `collate_rl`), there are no rollouts, only some
             rollouts have candidate sets, or the rollouts' sets have no log-probs.
-
-    Warns:
-        UserWarning: a sample is longer than `max_seq_len`.
     """
-    batch = _collate_right_aligned(Rollouts.of(rollouts, rewards, candidates), fields, pad_token_id)
-    _warn_if_long(batch, max_seq_len)
-    return batch
+    columns = rollout_columns(rollouts, rewards, candidates)
+    return collate_rl(**columns, fields=fields, pad_token_id=pad_token_id)
 
 
-def _collate_right_aligned(
-    rollouts: Rollouts, fields: Mapping[str, RaggedRows] | None, pad_token_id: Any
-) -> RLBatch:
-    def place(prompt_lengths: NDArray[np.int64], lengths: NDArray[np.int64]) -> Place:
-        totals, rows = prompt_lengths + lengths, np.arange(1, len(lengths) + 1)
-        longest, width = int(totals.max()), int(lengths.max())
-        first, shape = rows * longest - totals, (len(rows), longest)
-        batch = {
-            "sequences": torch.from_numpy(ragged.filled(shape, pad_token_id)),
-            "attention_mask": torch.from_numpy(ragged.write_ones(first, totals, shape)),
-        }
-        return batch, first, rows * width - lengths, (len(rows), width)
-
-    return cast(RLBatch, rollouts.collate(place, fields, RLBatch.__annotations__))
-
-
-def _warn_if_long(batch: RLBatch, max_seq_len: int | None) -> None:
-    """Warn the caller of the function that calls this one."""
-    longest = batch["sequences"].shape[1]
-    if max_seq_len is not None and longest > max_seq_len:
-        warnings.warn(
-            f"sample {int(batch['attention_mask'].sum(1).argmax())} has {longest} tokens, more than"
-            f" max_seq_len {max_seq_len}; nothing is cut, check the limits of the rollout",
-            stacklevel=3,
-        )
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """RL samples: the arguments of `collate_rl` that have one row per sample."""
-
-    prompts: RaggedRows
-    responses: RaggedRows
-    rewards: RaggedRows
-    loss_masks: RaggedRows
-    logprobs: RaggedRows | None
-    candidates: Sequence[CandidateSets] | None
-    sequence_fields: Mapping[str, RaggedRows]
-
-    @classmethod
-    def of(
-        cls,
-        rollouts: Sequence[RolloutLike],
-        rewards: Sequence[Any],
-        candidates: Sequence[CandidateSets] | None,
-    ) -> Rollouts:
-        """Check and convert the arguments of `collate_rollouts`."""
-        if not ragged.count_rows("rollouts", rollouts, "a sequence of rollouts"):
-            raise InvalidInputError("rollouts: got none, expected at least one")
-        for i, one in enumerate(rollouts):
-            if not hasattr(one, "output_ids"):
-                raise InvalidInputError(f"rollouts[{i}]: got {type(one).__name__}, expected a Rollout")
-        own = [one.candidates for one in rollouts]
-        with_sets = [sets for sets in own if sets is not None]
-        if with_sets and len(with_sets) < len(own):
+def rollout_columns(
+    rollouts: Sequence[Any], rewards: Sequence[Any], candidates: Sequence[CandidateSets] | None
+) -> dict[str, Any]:
+    """Check the arguments of `collate_rollouts`, and return those of `collate_rl`."""
+    if not ragged.count_rows("rollouts", rollouts, "a sequence of rollouts"):
+        raise InvalidInputError("rollouts: got none, expected at least one")
+    for i, one in enumerate(rollouts):
+        if not hasattr(one, "output_ids"):
+            raise InvalidInputError(f"rollouts[{i}]: got {type(one).__name__}, expected a Rollout")
+        if one.token_fields.keys() != (names := rollouts[0].token_fields.keys()):
             raise InvalidInputError(
-                f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)}"
-                " rollouts have them; expected sets in all or in none"
+                f"rollouts[{i}].token_fields: got {[*one.token_fields]}, expected {[*names]}, as in"
+                " rollouts[0]"
             )
-        return cls(
-            [one.prompt_ids for one in rollouts],
-            [one.output_ids for one in rollouts],
-            _per_token(rewards, [len(one.output_ids) for one in rollouts]),
-            [one.loss_mask for one in rollouts],
-            [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
-            candidates if candidates is not None else with_sets or None,
-            _sequence_fields(rollouts),
-        )
-
-    def collate(
-        self,
-        place: Callable[[NDArray[np.int64], NDArray[np.int64]], Place],
-        fields: Mapping[str, RaggedRows] | None,
-        own_names: Collection[str],
-    ) -> dict[str, Any]:
-        """Check the samples, and write them into the batch that `place` returns.
-
-        Args:
-            place: gets the lengths of the prompts and of the responses, int64 [B] each.
-            fields: as in `collate_rl`.
-            own_names: the fields of the batch. No name in `fields` may be among them.
-        """
-        prompt_lengths = ragged.row_lengths("prompts", self.prompts)
-        lengths = ragged.row_lengths("responses", self.responses, "prompts", len(prompt_lengths))
-        if (i := first_true((prompt_lengths == 0) & (lengths > 0))) is not None:
-            raise InvalidInputError(
-                f"prompts[{i}]: is empty, so nothing predicts the response's first token; start it with the"
-                " tokenizer's first special token"
-            )
-        for name in (*(fields or {}), *self.sequence_fields):
-            if name in own_names or (name in self.sequence_fields and name in (fields or {})):
-                raise InvalidInputError(
-                    f"fields: got {name!r}, which is a field of the batch; choose another name"
-                )
-        scored: dict[str, RaggedRows] = {"rewards": self.rewards}
-        if self.logprobs is not None:
-            scored["logprobs"] = self.logprobs
-        scored |= fields or {}
-        for name, rows in {"loss_masks": self.loss_masks, **scored}.items():
-            ragged.check_lengths(name, rows, lengths, "responses")
-        loss_masks = ragged.mask_rows("loss_masks", self.loss_masks)
-
-        batch, first, start, shape = place(prompt_lengths, lengths)
-        sequences = batch["sequences"].numpy()
-        ragged.write_rows("prompts", ragged.to_host(self.prompts), first, sequences)
-        ragged.write_rows("responses", ragged.to_host(self.responses), first + prompt_lengths, sequences)
-        batch["response_mask"] = torch.from_numpy(ragged.write_ones(start, lengths, shape))
-        batch["loss_mask"] = torch.from_numpy(
-            ragged.write_rows("loss_masks", loss_masks, start, np.zeros(shape, np.float32))
-        )
-        for name, given in scored.items():
-            rows = ragged.to_host(given)
-            dtype = ragged.field_dtype(rows) if name in (fields or {}) else np.float32
-            batch[name] = torch.from_numpy(ragged.write_rows(name, rows, start, np.zeros(shape, dtype)))
-        for name, given in self.sequence_fields.items():
-            batch[name] = ragged.write_sequence_rows(
-                name, given, first, prompt_lengths + lengths, sequences.shape
-            )
-        if self.candidates is not None:
-            ragged.check_lengths("candidates", self.candidates, lengths, "responses")
-            for i, one in enumerate(self.candidates):
-                if not isinstance(one, CandidateSets):
-                    raise InvalidInputError(
-                        f"candidates[{i}]: got {type(one).__name__}, expected CandidateSets"
-                    )
-            batch["candidates"] = BatchCandidateSets.from_rows(self.candidates)
-            spans = zip(first + prompt_lengths, first + prompt_lengths + lengths, strict=True)
-            ids = np.concatenate([sequences.reshape(-1)[low:high] for low, high in spans])
-            _check_sets(batch["candidates"], ids, np.concatenate(loss_masks))
-        return batch
-
-
-def _check_sets(candidates: BatchCandidateSets, ids: NDArray[np.int64], loss_mask: NDArray[np.int8]) -> None:
-    """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
-
-    `ids` and `loss_mask` are those of the responses' tokens, sample after sample.
-    """
-
-    def where(position: int) -> tuple[int, int]:
-        row = int(np.searchsorted(candidates.row_offsets, position, side="right")) - 1
-        return row, position - int(candidates.row_offsets[row])
-
-    sets = candidates.sets
-    if (at := first_true((sets.sizes > 0) & (sets.sampled_ids != ids))) is not None:
-        row, t = where(at)
-        raise InvalidInputError(
-            f"candidates[{row}]: the token sampled at position {t} is {sets.sampled_ids[at]}, but"
-            f" responses[{row}][{t}] is {ids[at]}"
-        )
-    if (at := first_true((sets.sizes == 0) & (loss_mask != 0))) is not None:
-        row, t = where(at)
-        raise InvalidInputError(
-            f"candidates[{row}]: position {t} has no candidates, but its loss mask is 1; expected 0, the"
-            " policy did not sample that token"
-        )
-
-
-def _sequence_fields(rollouts: Sequence[Any]) -> dict[str, list[Any]]:
-    """Return the rollouts' `token_fields` in the form of `collate_rl`'s `sequence_fields`."""
-    fields = [getattr(one, "token_fields", {}) for one in rollouts]
-    for i, one in enumerate(fields):
-        if one.keys() != fields[0].keys():
-            raise InvalidInputError(
-                f"rollouts[{i}].token_fields: got {[*one]}, expected {[*fields[0]]}, as in rollouts[0]"
-            )
-        for name, field in one.items():
+        for name, field in one.token_fields.items():
             if field.start:
                 raise InvalidInputError(
                     f"rollouts[{i}].token_fields: {name}: got rows from position {field.start} on, expected"
                     " them from 0 on"
                 )
-    return {name: [one[name].values for one in fields] for name in fields[0]}
+    own = [one.candidates for one in rollouts]
+    with_sets = [sets for sets in own if sets is not None]
+    if with_sets and len(with_sets) < len(own):
+        raise InvalidInputError(
+            f"rollouts[{own.index(None)}]: has no candidate sets, but {len(with_sets)} of {len(own)}"
+            " rollouts have them; expected sets in all or in none"
+        )
+    return {
+        "prompts": [one.prompt_ids for one in rollouts],
+        "responses": [one.output_ids for one in rollouts],
+        "rewards": _per_token(rewards, [len(one.output_ids) for one in rollouts]),
+        "loss_masks": [one.loss_mask for one in rollouts],
+        "logprobs": [sets.masked_logprobs for sets in with_sets] or [one.logprobs for one in rollouts],
+        "candidates": candidates if candidates is not None else with_sets or None,
+        "sequence_fields": {
+            name: [one.token_fields[name].values for one in rollouts] for name in rollouts[0].token_fields
+        },
+    }
 
 
 def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
@@ -384,15 +205,119 @@ def _per_token(rewards: Sequence[Any], lengths: list[int]) -> list[Any]:
         raise InvalidInputError(f"rewards: got {num_rewards}, expected {len(lengths)}, one per rollout")
     rows: list[Any] = []
     for i, (reward, length) in enumerate(zip(ragged.to_host(rewards), lengths, strict=True)):
-        if np.ndim(reward):
-            rows.append(reward)
-        elif np.asarray(reward).dtype.kind in "biuf":
-            rows.append(np.full(length, reward, np.float64))
-        else:
+        if not np.ndim(reward) and np.asarray(reward).dtype.kind not in "biuf":
             raise InvalidInputError(
                 f"rewards[{i}]: got {rewards[i]!r}, expected a number, or one number per token"
             )
+        rows.append(reward if np.ndim(reward) else np.full(length, reward, np.float64))
     return rows
+
+
+def _right_aligned(lengths: NDArray[np.int64], pad_token_id: Any) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """Return a batch without tokens, and the index of each sample's first column, flattened."""
+    longest = int(lengths.max())
+    first, shape = np.arange(1, len(lengths) + 1) * longest - lengths, (len(lengths), longest)
+    batch = {
+        "sequences": torch.from_numpy(ragged.filled(shape, pad_token_id)),
+        "attention_mask": torch.from_numpy(ragged.write_ones(first, lengths, shape)),
+    }
+    return batch, first
+
+
+def sample_lengths(prompts: RaggedRows, responses: RaggedRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return int64 [B] twice: the lengths of the prompts and of the responses."""
+    prompt_lengths = ragged.row_lengths("prompts", prompts)
+    lengths = ragged.row_lengths("responses", responses, "prompts", len(prompt_lengths))
+    if (i := first_true((prompt_lengths == 0) & (lengths > 0))) is not None:
+        raise InvalidInputError(
+            f"prompts[{i}]: is empty, so nothing predicts the response's first token; start it with the"
+            " tokenizer's first special token"
+        )
+    return prompt_lengths, lengths
+
+
+def write_samples(
+    batch: Any,
+    prompt_lengths: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    first: NDArray[np.int64],
+    start: NDArray[np.int64],
+    shape: tuple[int, int],
+    prompts: RaggedRows,
+    responses: RaggedRows,
+    rewards: RaggedRows,
+    loss_masks: RaggedRows,
+    logprobs: RaggedRows | None,
+    candidates: Sequence[CandidateSets] | None,
+    fields: Mapping[str, RaggedRows] | None,
+    sequence_fields: Mapping[str, RaggedRows] | None,
+) -> Any:
+    """Check the samples, and write them into a batch whose `sequences` hold padding.
+
+    Args:
+        batch: the dict that gets the fields, and is returned.
+        prompt_lengths, lengths: int64 [B] each, as `sample_lengths` returns them.
+        first: int64 [B], the index of each sample's first token in the flattened `sequences`.
+        start: int64 [B], the index of each response's first value in the other fields, flattened.
+        shape: the shape of these fields.
+
+    The other arguments are those of `collate_rl`.
+    """
+    fields, sequence_fields = fields or {}, sequence_fields or {}
+    own_names = {*batch, "response_mask", "loss_mask", "rewards", "logprobs", "candidates"}
+    for name in (*fields, *sequence_fields):
+        if name in own_names or (name in sequence_fields and name in fields):
+            raise InvalidInputError(
+                f"fields: got {name!r}, which is a field of the batch; choose another name"
+            )
+    scored = {"rewards": rewards, **({} if logprobs is None else {"logprobs": logprobs}), **fields}
+    for name, rows in {"loss_masks": loss_masks, **scored}.items():
+        ragged.check_lengths(name, rows, lengths, "responses")
+    masks = ragged.mask_rows("loss_masks", loss_masks)
+
+    sequences, middle = batch["sequences"].numpy(), first + prompt_lengths
+    ragged.write_rows("prompts", ragged.to_host(prompts), first, sequences)
+    ragged.write_rows("responses", ragged.to_host(responses), middle, sequences)
+    batch["response_mask"] = torch.from_numpy(ragged.write_ones(start, lengths, shape))
+    batch["loss_mask"] = torch.from_numpy(
+        ragged.write_rows("loss_masks", masks, start, np.zeros(shape, np.float32))
+    )
+    for name, given in scored.items():
+        rows = ragged.to_host(given)
+        dtype = ragged.field_dtype(rows) if name in fields else np.float32
+        batch[name] = torch.from_numpy(ragged.write_rows(name, rows, start, np.zeros(shape, dtype)))
+    for name, given in sequence_fields.items():
+        batch[name] = ragged.write_sequence_rows(
+            name, given, first, prompt_lengths + lengths, sequences.shape
+        )
+    if candidates is not None:
+        ragged.check_lengths("candidates", candidates, lengths, "responses")
+        for i, one in enumerate(candidates):
+            if not isinstance(one, CandidateSets):
+                raise InvalidInputError(f"candidates[{i}]: got {type(one).__name__}, expected CandidateSets")
+        batch["candidates"] = BatchCandidateSets.from_rows(candidates)
+        flat = sequences.reshape(-1)
+        ids = [flat[low:high] for low, high in zip(middle, middle + lengths, strict=True)]
+        _check_sets(batch["candidates"], np.concatenate(ids), np.concatenate(masks))
+    return batch
+
+
+def _check_sets(candidates: BatchCandidateSets, ids: NDArray[np.int64], loss_mask: NDArray[np.int8]) -> None:
+    """Check that sampled tokens equal the responses' tokens, and that tokens with loss mask 1 have sets.
+
+    `ids` and `loss_mask` are those of the responses' tokens, sample after sample.
+    """
+    sets, offsets = candidates.sets, candidates.row_offsets
+    is_other = (sets.sizes > 0) & (sets.sampled_ids != ids)
+    if (at := first_true(is_other | ((sets.sizes == 0) & (loss_mask != 0)))) is not None:
+        row = int(np.searchsorted(offsets, at, side="right")) - 1
+        t = at - int(offsets[row])
+        problem = f"position {t} has no candidates, but its loss mask is 1; expected 0, the policy did not"
+        problem += " sample that token"
+        if is_other[at]:
+            drawn = f"the token sampled at position {t} is {sets.sampled_ids[at]}"
+            problem = f"{drawn}, but responses[{row}][{t}] is {ids[at]}"
+        raise InvalidInputError(f"candidates[{row}]: {problem}")
 
 
 def collate_sft(
@@ -420,18 +345,14 @@ def collate_sft(
             and the sample.
     """
     ids, masks, lengths, mask_lengths = read_examples(input_ids, num_actions, loss_masks)
-    rows, longest, width = np.arange(1, len(ids) + 1), int(lengths.max()), int(mask_lengths.max())
-    first, shape = rows * longest - lengths, (len(ids), longest)
-    sequences = ragged.filled(shape, pad_token_id)
+    batch, first = _right_aligned(lengths, pad_token_id)
+    ragged.write_rows("input_ids", ids, first, batch["sequences"].numpy())
+    rows, width = np.arange(1, len(ids) + 1), int(mask_lengths.max())
     loss_mask = np.zeros((len(ids), width), np.float32 if normalize_loss_mask else np.int64)
     ragged.write_rows("loss_masks", masks, rows * width - mask_lengths, loss_mask)
     if normalize_loss_mask:
         loss_mask *= 1 / max(1, int(np.count_nonzero(loss_mask)))
-    return {
-        "sequences": torch.from_numpy(ragged.write_rows("input_ids", ids, first, sequences)),
-        "attention_mask": torch.from_numpy(ragged.write_ones(first, lengths, shape)),
-        "loss_mask": torch.from_numpy(loss_mask),
-    }
+    return cast(SFTBatch, {**batch, "loss_mask": torch.from_numpy(loss_mask)})
 
 
 def read_examples(
@@ -442,7 +363,7 @@ def read_examples(
     A mask covers the last ids of its sample. It never covers the first, because nothing predicts it.
     """
     lengths = ragged.row_lengths("input_ids", input_ids)
-    actions = ragged.as_integers("num_actions", num_actions, f"{len(lengths)} integers")
+    actions = integer_array("num_actions", num_actions, f"{len(lengths)} integers").astype(np.int64)
     if len(actions) != len(lengths):
         raise InvalidInputError(
             f"num_actions: got {len(actions)} of them, expected {len(lengths)} integers, as in input_ids"

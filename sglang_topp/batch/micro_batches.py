@@ -16,8 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from sglang_topp.batch.nested import NestedBatch, nest_batch, unnest_batch
-from sglang_topp.batch.ragged_rows import as_integers
-from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.csr_operations import first_true, integer_array
 from sglang_topp.errors import InvalidInputError, describe
 
 
@@ -41,18 +40,18 @@ class MicroBatches:
         """Yield the micro-batches of `rank`, in order.
 
         Args:
-            batch: a batch of B rows: a NestedBatch, a TensorDict, or a dict of tensors, lists, and
-                BatchCandidateSets.
+            batch: a batch of B rows: a NestedBatch, or a dict of tensors, lists, and BatchCandidateSets.
 
         Raises:
             InvalidInputError: the batch has more or fewer rows than the `lengths` passed to
                 `split_micro_batches`.
         """
         nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
-        num_rows = sum(len(rows) for rank in self.rows for rows in rank)
+        num_rows = sum(len(rows) for of_rank in self.rows for rows in of_rank)
         if len(nested) != num_rows:
             raise InvalidInputError(f"batch: got {len(nested)} rows, expected {num_rows}, one per length")
-        return (_like(batch, nested.take(rows)) for rows in self.rows[rank])
+        of_same_type = unnest_batch if nested is not batch else lambda part: part
+        return (of_same_type(nested.take(rows)) for rows in self.rows[rank])
 
     def undo(self, results: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Join the results of the micro-batches in the order of the batch's rows.
@@ -92,7 +91,7 @@ def split_micro_batches(lengths: ArrayLike, max_tokens: int, *, ranks: int = 1) 
     Raises:
         InvalidInputError: there are no rows, a row is longer than `max_tokens`, or `ranks` is below 1.
     """
-    tokens = as_integers("lengths", lengths, "integers, one per row")
+    tokens = integer_array("lengths", lengths, "integers, one per row").astype(np.int64)
     if not len(tokens):
         raise InvalidInputError("lengths: got no rows, expected at least one")
     shards = deal_bins(tokens, max_tokens, ranks)
@@ -106,21 +105,16 @@ def take_batch(batch: Any, rows: ArrayLike) -> Any:
     the rows are consecutive.
 
     Args:
-        batch: a NestedBatch, or a dict or TensorDict that `nest_batch` accepts, with tensors on any device.
-            The result has the same type as `batch`. An entry that does not have one element per row is kept
-            unchanged.
+        batch: a NestedBatch, or a dict that `nest_batch` accepts, with tensors on any device. The result has
+            the same type as `batch`. An entry that does not have one element per row is kept unchanged.
         rows: integers, from 0 to B - 1.
 
     Raises:
         InvalidInputError: entries differ in their number of rows, or an index is out of range.
     """
-    nested = batch if isinstance(batch, NestedBatch) else nest_batch(batch, {})
-    return _like(batch, nested.take(rows))
-
-
-def _like(batch: Any, taken: NestedBatch) -> Any:
-    """Convert the selected rows `taken` to the type of `batch`."""
-    return taken if isinstance(batch, NestedBatch) else unnest_batch(taken)
+    return (
+        batch.take(rows) if isinstance(batch, NestedBatch) else unnest_batch(nest_batch(batch, {}).take(rows))
+    )
 
 
 # -- bin packing --------------------------------------------------------------------------------------------

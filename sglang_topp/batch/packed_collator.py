@@ -23,18 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sglang_topp.batch.batch_candidate_sets import BatchCandidateSets
-from sglang_topp.batch.collate import Place, RolloutLike, Rollouts, read_examples
+from sglang_topp.batch.collate import read_examples, rollout_columns, sample_lengths, write_samples
 from sglang_topp.batch.micro_batches import deal_bins
-from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, write_ones, write_rows
+from sglang_topp.batch.ragged_rows import RaggedRows, as_integer, write_rows
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true
+from sglang_topp.candidates.csr_operations import first_true, offsets_of
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.row_selection import Layout
 
@@ -157,7 +157,7 @@ class PackedCollator:
         losses = write_rows(
             "loss_masks", masks, first + lengths - 1 - mask_lengths, batch["loss_mask"].numpy()
         )
-        losses *= 1 / max(1, int(np.count_nonzero(losses)))
+        losses *= 1 / max(1, int(np.count_nonzero(losses.view(np.int32))))
         return batch
 
     def collate_rl(
@@ -178,14 +178,21 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rl`), a sample is empty,
                 or a sample is longer than `max_tokens` after alignment.
         """
-        rollouts = Rollouts(
-            prompts, responses, rewards, loss_masks, logprobs, candidates, sequence_fields or {}
-        )
-        return self._collate(rollouts, fields)
+        prompt_lengths, lengths = sample_lengths(prompts, responses)
+        batch, first = self._pack("prompts", prompt_lengths + lengths)
+        start, shape = first + prompt_lengths - 1, batch["sequences"].numpy().shape
+        columns = (prompts, responses, rewards, loss_masks, logprobs, candidates, fields, sequence_fields)
+        packed: PackedBatch = write_samples(batch, prompt_lengths, lengths, first, start, shape, *columns)
+        if candidates is not None:
+            in_order = packed["candidates"].take(torch.cat(packed["samples"]).numpy())
+            is_response = packed["response_mask"].numpy() != 0
+            edges = np.arange(len(is_response) + 1, dtype=np.int64) * is_response.shape[1]
+            packed["candidates"] = BatchCandidateSets(in_order.sets.place(is_response), edges)
+        return packed
 
     def collate_rollouts(
         self,
-        rollouts: Sequence[RolloutLike],
+        rollouts: Sequence[Any],
         rewards: Sequence[Any],
         *,
         candidates: Sequence[CandidateSets] | None = None,
@@ -197,21 +204,7 @@ class PackedCollator:
             InvalidInputError: an argument is invalid (see `sglang_topp.batch.collate_rollouts`), a sample is
                 empty, or a sample is longer than `max_tokens` after alignment.
         """
-        return self._collate(Rollouts.of(rollouts, rewards, candidates), fields)
-
-    def _collate(self, rollouts: Rollouts, fields: Mapping[str, RaggedRows] | None) -> PackedBatch:
-        def place(prompt_lengths: NDArray[np.int64], lengths: NDArray[np.int64]) -> Place:
-            packed, first = self._pack("prompts", prompt_lengths + lengths)
-            shape = packed["sequences"].numpy().shape
-            return cast(dict[str, Any], packed), first, first + prompt_lengths - 1, shape
-
-        batch = cast(PackedBatch, rollouts.collate(place, fields, PackedBatch.__annotations__))
-        if "candidates" in batch:
-            in_order = batch["candidates"].take(torch.cat(batch["samples"]).numpy())
-            is_response = batch["response_mask"].numpy() != 0
-            edges = np.arange(len(is_response) + 1, dtype=np.int64) * is_response.shape[1]
-            batch["candidates"] = BatchCandidateSets(in_order.sets.place(is_response), edges)
-        return batch
+        return self.collate_rl(**rollout_columns(rollouts, rewards, candidates), fields=fields)
 
     def _pack(self, name: str, lengths: NDArray[np.int64]) -> tuple[PackedBatch, NDArray[np.int64]]:
         """Return a batch without tokens and losses, and the index of each sample's first column, flattened.
@@ -224,43 +217,45 @@ class PackedCollator:
         capacity = self.max_tokens // self.row_multiple * self.row_multiple
         dealt = [bin_ for shard in deal_bins(footprints, capacity, self.dp_size) for bin_ in shard]
         bins = [np.array(members, np.int64) for members in dealt]
-        ends = [np.cumsum(footprints[members]) for members in bins]
-        columns = [stops - footprints[members] for stops, members in zip(ends, bins, strict=True)]
+        edges = [offsets_of(footprints[members]) for members in bins]
         # A row without samples gets one padding token as its sequence, so that attention returns finite
         # values.
-        filled_columns = np.array([stops[-1] if len(stops) else 1 for stops in ends])
-        row_lengths = _round_up(filled_columns, self.row_multiple)
+        row_lengths = _round_up(np.array([max(1, one[-1]) for one in edges]), self.row_multiple)
         shape = (len(bins), int(row_lengths.max()))
         if self.pp_size > 1:
             row_lengths[:] = shape[1]
+        order = np.concatenate(bins)
+        starts = np.concatenate([row * shape[1] + one[:-1] for row, one in enumerate(edges)])
         first = np.empty_like(lengths)
-        for row, (members, starts) in enumerate(zip(bins, columns, strict=True)):
-            first[members] = row * shape[1] + starts
-        is_token = write_ones(first, lengths, shape, np.bool_)
-        # Samples cover nearly all columns, so write the padding only to the others.
-        sequences, position_ids, is_padding = np.empty(shape, np.int64), np.empty(shape, np.int64), ~is_token
-        sequences[is_padding], position_ids[is_padding] = self.pad_token_id, 0
+        first[order] = starts
+        # Samples cover nearly all columns: write each column once.
+        stops = np.append(0, starts + lengths[order])
+        gaps = np.append(starts, shape[0] * shape[1]) - stops
+        padding = np.repeat(stops - offsets_of(gaps)[:-1], gaps) + np.arange(gaps.sum())
+        sequences, position_ids = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        attention_mask = np.ones(shape, np.int64)
+        for field, value in ((sequences, self.pad_token_id), (position_ids, 0), (attention_mask, 0)):
+            field.reshape(-1)[padding] = value
+        attention_mask[[not len(members) for members in bins], 0] = 1
         count = np.arange(lengths.max())
         write_rows("position_ids", [count[:length] for length in lengths.tolist()], first, position_ids)
-        attention_mask = is_token.astype(np.int64)
-        attention_mask[[not len(members) for members in bins], 0] = 1
-        edges = [
-            [*(starts.tolist() or [0]), stop]
-            for starts, stop in zip(columns, row_lengths.tolist(), strict=True)
+        sequence_edges = [
+            np.array([0, *one[1:-1], length], np.int32)
+            for one, length in zip(edges, row_lengths, strict=True)
         ]
-        held = [lengths[members].tolist() for members in bins]
+        held = [lengths[members].astype(np.int32) for members in bins]
         batch: PackedBatch = {
             "sequences": torch.from_numpy(sequences),
             "attention_mask": torch.from_numpy(attention_mask),
             "position_ids": torch.from_numpy(position_ids),
             "loss_mask": torch.from_numpy(np.zeros(shape, np.float32)),
             "row_lengths": torch.from_numpy(row_lengths),
-            "cu_seqlens": [torch.tensor(one, dtype=torch.int32) for one in edges],
-            "seq_lengths": [torch.tensor(one or [1], dtype=torch.int32) for one in held],
+            "cu_seqlens": [torch.from_numpy(one) for one in sequence_edges],
+            "seq_lengths": [torch.from_numpy(one if len(one) else np.ones(1, np.int32)) for one in held],
             "samples": [torch.from_numpy(members) for members in bins],
             "layouts": [
-                Layout(cp_size=self.cp_size, cu_seqlens=cu_seqlens, seq_lengths=seq_lengths)
-                for cu_seqlens, seq_lengths in zip(edges, held, strict=True)
+                Layout(cp_size=self.cp_size, cu_seqlens=one.tolist(), seq_lengths=of.tolist())
+                for one, of in zip(sequence_edges, held, strict=True)
             ],
         }
         return batch, first

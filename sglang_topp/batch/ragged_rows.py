@@ -1,7 +1,7 @@
 """Check rows (lists, arrays, or tensors) of different lengths, and write them into a batch's arrays.
 
 Each list or array is written once, from the caller's object directly into the batch's memory, without a
-Python loop over tokens. Tensors on an accelerator are first copied to the host.
+Python loop over tokens. Tensors on an accelerator are first copied to the host, one after the other.
 
 Shape legend: B samples, L_i tokens of sample i.
 """
@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from sglang_topp.candidates.csr_operations import first_true, integer_array, offsets_of
+from sglang_topp.candidates.csr_operations import first_true, offsets_of
 from sglang_topp.candidates.torch_tensors import to_numpy
 from sglang_topp.errors import InvalidInputError
 
@@ -56,12 +56,6 @@ def filled(shape: tuple[int, int], pad_token_id: Any) -> NDArray[np.int64]:
     pad = as_integer("pad_token_id", pad_token_id)
     # `np.zeros` gets memory that is already zero.
     return np.full(shape, pad, np.int64) if pad else np.zeros(shape, np.int64)
-
-
-def as_integers(name: str, values: ArrayLike | torch.Tensor, expected: str) -> NDArray[np.int64]:
-    """Return a list, array, or tensor of integers on any device as int64 [k]; see `integer_array`."""
-    on_host = values.cpu() if isinstance(values, torch.Tensor) else values
-    return integer_array(name, on_host, expected).astype(np.int64)
 
 
 def count_rows(name: str, rows: RaggedRows, expected: str) -> int:
@@ -111,21 +105,8 @@ def check_lengths(name: str, rows: RaggedRows, expected: NDArray[np.int64], of: 
 
 
 def to_host(rows: RaggedRows) -> list[Any]:
-    """Return the rows as lists, tuples, and arrays. Tensors of one device and dtype share a transfer."""
-    out = list(rows)
-    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, row in enumerate(out):
-        if isinstance(row, torch.Tensor) and row.device.type != "cpu":
-            away.setdefault((row.device, row.dtype), []).append(i)
-        elif not isinstance(row, _HELD):
-            out[i] = to_numpy(row)
-    for indices in away.values():
-        # Every transfer makes the host wait for the device.
-        flat = to_numpy(torch.cat([out[i].detach().reshape(-1) for i in indices]))
-        ends = np.cumsum([out[i].numel() for i in indices])
-        for i, part in zip(indices, np.split(flat, ends[:-1]), strict=True):
-            out[i] = part.reshape(out[i].shape)
-    return out
+    """Return the rows as lists, tuples, and arrays."""
+    return [row if isinstance(row, _HELD) else to_numpy(row) for row in rows]
 
 
 def field_dtype(rows: RaggedRows) -> type[np.int64] | type[np.float32]:
@@ -183,13 +164,11 @@ def write_sequence_rows(
         InvalidInputError: there are not B rows, or a row is no integer array [L_i, ...] or [L_i - 1, ...]
             with the further dimensions of the others.
     """
-    num_rows = count_rows(name, rows, "one row per sample")
-    if num_rows != len(lengths):
-        raise InvalidInputError(f"{name}: got {num_rows} samples, expected {len(lengths)}, as in prompts")
+    row_lengths(name, rows, "prompts", len(lengths))
     arrays = [np.asarray(row) for row in to_host(rows)]
     tail = arrays[0].shape[1:]
     for i, (array, length) in enumerate(zip(arrays, lengths.tolist(), strict=True)):
-        if array.dtype.kind not in "iu" or array.ndim == 0 or array.shape[1:] != tail:
+        if array.dtype.kind not in "iu" or array.shape[1:] != tail:
             got = f"{array.dtype} {list(array.shape)}"
             raise InvalidInputError(f"{name}[{i}]: got {got}, expected integers {['tokens', *tail]}")
         if length - len(array) not in (0, 1):
@@ -210,10 +189,10 @@ def write_sequence_rows(
 
 
 def write_ones(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], shape: tuple[int, int], dtype: DTypeLike = np.int64
-) -> NDArray[Any]:
-    """Return zeros of the given shape, with ones in `out.flat[starts[i]:starts[i] + lengths[i]]`."""
-    out = np.zeros(shape, dtype)
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], shape: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return int64 zeros of the given shape, with ones in `out.flat[starts[i]:starts[i] + lengths[i]]`."""
+    out = np.zeros(shape, np.int64)
     flat = out.reshape(-1)
     for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
         flat[start:stop] = 1
@@ -278,12 +257,13 @@ def mask_rows(name: str, masks: Sequence[Any]) -> list[NDArray[np.int8]]:
         arrays.append(array if array.size else arrays[0])
     # Check all masks at once: a check of each would take longer than the conversion.
     flat, offsets = np.concatenate(arrays), offsets_of([len(one) for one in arrays[1:]])
-    if (wrong := first_true((flat != 0) & (flat != 1))) is not None:
+    ones = flat != 0
+    if (wrong := first_true(flat != ones)) is not None:
         i = int(np.searchsorted(offsets, wrong, side="right")) - 1
         raise InvalidInputError(
             f"{name}[{i}]: got {flat[wrong]} at token {wrong - offsets[i]}, expected 0 or 1"
         )
-    values = flat.astype(np.int8)
+    values = ones.view(np.int8)
     return [values[start:stop] for start, stop in pairwise(offsets.tolist())]
 
 

@@ -55,28 +55,6 @@ def sorted_by_id(rows: Int32Array, token_ids: Int32Array) -> Int32Array:
     return (np.sort(row_keys(rows, token_ids)) & 0x7FFFFFFF).astype(np.int32)
 
 
-def sorted_by_logprob(
-    rows: Int32Array, token_ids: Int32Array, logprobs: NDArray[np.float32]
-) -> tuple[Int32Array, NDArray[np.float32]]:
-    """Return `(token_ids, logprobs)`, sorted within each row: log-probs highest first, then ids lowest first.
-
-    `rows`, the row index of each candidate, must ascend. Engines return most rows with their candidates
-    already sorted, so the function sorts only the other rows.
-    """
-    disorder = logprobs[1:] > logprobs[:-1]
-    disorder |= (logprobs[1:] == logprobs[:-1]) & (token_ids[1:] < token_ids[:-1])
-    disorder &= rows[1:] == rows[:-1]
-    if not disorder.any():
-        return token_ids, logprobs
-    wrong = np.zeros(rows[-1] + 1, np.bool_)
-    wrong[rows[1:][disorder]] = True
-    entries = np.flatnonzero(wrong[rows])
-    order = entries[np.lexsort((token_ids[entries], -logprobs[entries], rows[entries]))]
-    token_ids, logprobs = token_ids.copy(), logprobs.copy()
-    token_ids[entries], logprobs[entries] = token_ids[order], logprobs[order]
-    return token_ids, logprobs
-
-
 def blocks_of(offsets: Int64Array) -> Iterator[slice]:
     """Yield slices that together cover all positions.
 
@@ -121,15 +99,16 @@ def first_true(mask: NDArray[np.bool_]) -> int | None:
 
 
 def integer_array(name: str, values: ArrayLike, expected: str) -> NDArray[np.integer[Any]]:
-    """Return a list or array of integers, possibly empty, as a 1-D array.
+    """Return a list, an array, or a tensor on any device of integers, possibly empty, as a 1-D array.
 
     Raises:
-        InvalidInputError: `values` is not a list or 1-D array of integers. The message has their `name`, and
+        InvalidInputError: `values` are not integers, or not one per entry. The message has their `name`, and
             says what is `expected`.
     """
     try:
-        array = np.asarray(values)
-    except ValueError as error:  # `values` holds lists of different lengths
+        array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # `values` holds lists of different lengths, or is a tensor that NumPy cannot read.
         raise InvalidInputError(f"{name}: expected {expected}: {error}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidInputError(f"{name}: got {array.dtype} of shape {array.shape}, expected {expected}")

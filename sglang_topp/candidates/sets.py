@@ -20,8 +20,7 @@ from sglang_topp.candidates.validation import (
     BFLOAT16_MASS_ERROR,
     MASS_ERROR,
     NO_TOKEN,
-    as_float32,
-    as_integers,
+    as_array,
     check_arrays,
     without_mass,
 )
@@ -92,13 +91,14 @@ class CandidateSets:
     def __init__(
         self, token_ids: ArrayLike, logprobs: ArrayLike | None, offsets: ArrayLike, sampled_ids: ArrayLike
     ) -> None:
-        self._assign(
-            as_integers("token_ids", token_ids, np.int32),
-            None if logprobs is None else as_float32("logprobs", logprobs),
-            as_integers("offsets", offsets, np.int64),
-            as_integers("sampled_ids", sampled_ids, np.int32),
+        arrays = (
+            as_array("token_ids", token_ids, np.int32),
+            None if logprobs is None else as_array("logprobs", logprobs, np.float32),
+            as_array("offsets", offsets, np.int64),
+            as_array("sampled_ids", sampled_ids, np.int32),
         )
-        check_arrays(*self._arrays())
+        check_arrays(*arrays)
+        self._assign(*arrays)
 
     def _assign(self, token_ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> None:
         if logprobs is None and not len(token_ids):
@@ -247,15 +247,12 @@ class CandidateSets:
             InvalidCandidateSetsError: a set's mass is below `p` or above 1, and rounding does not explain
                 the difference. The message names the first position with such a set.
         """
-        mass = np.exp(self._log_mass)
-
-        def is_wrong(mass: Any, error: float) -> Any:
-            return (mass < min(p, 1 - error) * (1 - _SUM_ERROR)) | (mass > 1 + error)
-
-        for t in np.flatnonzero(is_wrong(mass, MASS_ERROR)).tolist():
+        mass, errors = np.exp(self._log_mass), np.array([MASS_ERROR, BFLOAT16_MASS_ERROR])
+        lowest, highest = np.minimum(p, 1 - errors) * (1 - _SUM_ERROR), 1 + errors
+        for t in np.flatnonzero((mass < lowest[0]) | (mass > highest[0])).tolist():
             logprobs = self.logprobs[self.offsets[t] : self.offsets[t + 1]]
             is_bfloat16 = not (logprobs.view(np.uint32) & 0xFFFF).any()
-            if not is_bfloat16 or is_wrong(mass[t], BFLOAT16_MASS_ERROR):
+            if not is_bfloat16 or not lowest[1] <= mass[t] <= highest[1]:
                 expected = "at most 1" if mass[t] > 1 else f"at least {p:.9g}, the p that was asked for"
                 raise InvalidCandidateSetsError(
                     "logprobs", f"add up to a mass of {mass[t]:.9g} at position {t}, expected {expected}"

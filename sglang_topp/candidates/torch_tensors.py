@@ -5,6 +5,8 @@ Shape legend: T positions, n candidates in all.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +74,25 @@ def to_torch(
         parts[0].view(torch.int64),
         parts[2].view(torch.int32),
     )
+
+
+def share(array: NDArray[Any]) -> Tensor:
+    """Return an array as a CPU tensor, in the same memory if torch can use it: it must not be written to."""
+    suppress_warnings()
+    return torch.from_numpy(np.require(array, requirements=["C", "A"]))
+
+
+@functools.cache
+def suppress_warnings() -> None:
+    """Trigger and suppress torch's warnings about read-only arrays and about sparse CSR tensors.
+
+    Torch gives each warning once per process. `catch_warnings` is not thread-safe, so this function is cached
+    and runs only once.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ Shape legend: T positions, n candidates in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,49 +47,47 @@ LOWEST = np.finfo(np.float32).min
 def check_arrays(
     ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
 ) -> None:
-    """Raise InvalidCandidateSetsError unless the arrays follow every rule in `CandidateSets`."""
-    for field, problem in _problems(ids, logprobs, offsets, sampled):
-        raise InvalidCandidateSetsError(field, problem)
+    """Raise InvalidCandidateSetsError unless the arrays follow every rule in `CandidateSets`.
 
-
-def _problems(
-    ids: Int32Array, logprobs: NDArray[np.float32] | None, offsets: Int64Array, sampled: Int32Array
-) -> Iterator[tuple[str, str]]:
-    """Yield the field and the problem of each broken rule. A rule may assume that those before it hold."""
+    A rule may assume that those before it hold.
+    """
     if logprobs is not None and len(ids) != len(logprobs):
-        yield "logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids"
+        raise InvalidCandidateSetsError("logprobs", f"got {len(logprobs)} entries for {len(ids)} token_ids")
     if len(offsets) != len(sampled) + 1:
-        yield "offsets", f"got {len(offsets)} entries for {len(sampled)} sampled_ids, expected one more"
+        expected = f"{len(sampled)} sampled_ids, expected one more"
+        raise InvalidCandidateSetsError("offsets", f"got {len(offsets)} entries for {expected}")
     if offsets[0] != 0 or offsets[-1] != len(ids):
         expected = f"expected from 0 to {len(ids)}, the number of token_ids"
-        yield "offsets", f"run from {offsets[0]} to {offsets[-1]}, {expected}"
+        raise InvalidCandidateSetsError("offsets", f"run from {offsets[0]} to {offsets[-1]}, {expected}")
     # Do not compute the differences of offsets here, because an int64 difference can wrap around.
     if (t := csr.first_true(offsets[1:] < offsets[:-1])) is not None:
-        yield "offsets", f"decrease after position {t}"
-
+        raise InvalidCandidateSetsError("offsets", f"decrease after position {t}")
     for block in csr.blocks_of(offsets):
         span = slice(offsets[block.start], offsets[block.stop])
         inside = offsets[block.start : block.stop + 1] - span.start
         known = None if logprobs is None else logprobs[span]
-        yield from _problems_of_block(ids[span], known, inside, sampled[block], block.start)
+        _check_block(ids[span], known, inside, sampled[block], block.start)
 
 
-def _problems_of_block(
+def _check_block(
     ids: Int32Array,
     logprobs: NDArray[np.float32] | None,
     offsets: Int64Array,
     sampled: Int32Array,
     first: int,
-) -> Iterator[tuple[str, str]]:
+) -> None:
     """Check the candidates of consecutive positions, of which `first` is the first."""
     rows, sizes = csr.rows_of(offsets), np.diff(offsets)
     if (e := csr.first_true(ids < 0)) is not None:
-        yield "token_ids", f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        problem = f"got {ids[e]} at position {first + rows[e]}, expected 0 or more"
+        raise InvalidCandidateSetsError("token_ids", problem)
     ordered = ids[1:] > ids[:-1]
     if logprobs is not None:
         if (e := csr.first_true(~(logprobs <= MAX_LOGPROB))) is not None:
             where = f"at position {first + rows[e]}"
-            yield "logprobs", f"got {logprobs[e]} {where}, expected at most 0 and no NaN"
+            raise InvalidCandidateSetsError(
+                "logprobs", f"got {logprobs[e]} {where}, expected at most 0 and no NaN"
+            )
         ordered &= logprobs[1:] == logprobs[:-1]
         ordered |= logprobs[1:] < logprobs[:-1]
     starts = offsets[(offsets > 0) & (offsets < offsets[-1])]
@@ -101,9 +98,12 @@ def _problems_of_block(
             pair = f" (log-probs {logprobs[e]}, {logprobs[e + 1]})"
             expected = "expected log-probs highest first, then ids lowest first"
         got = f"{ids[e]} then {ids[e + 1]}{pair} at position {first + rows[e]}"
-        yield "token_ids", f"{got}; {expected}, without duplicates"
+        raise InvalidCandidateSetsError("token_ids", f"{got}; {expected}, without duplicates")
     if logprobs is not None:
-        check_distinct(ids, rows, first)
+        keys = np.sort(csr.row_keys(rows, ids))
+        if (e := csr.first_true(keys[1:] == keys[:-1])) is not None:
+            problem = f"{keys[e] & 0xFFFFFFFF} occurs twice at position {first + (keys[e] >> 32)}"
+            raise InvalidCandidateSetsError("token_ids", problem)
     # The ids of a set are distinct, so a set contains its sampled token at most once.
     is_sampled = ids == sampled.take(rows)
     if np.count_nonzero(is_sampled) != np.count_nonzero(sizes):
@@ -111,28 +111,18 @@ def _problems_of_block(
         lacking[rows[is_sampled]] = False
         at = int(lacking.argmax())
         where = f"the {sizes[at]} candidates at position {first + at}"
-        yield "sampled_ids", f"{sampled[at]} is not among {where}"
+        raise InvalidCandidateSetsError("sampled_ids", f"{sampled[at]} is not among {where}")
     if (t := csr.first_true((sampled < NO_TOKEN) & (sizes == 0))) is not None:
-        yield "sampled_ids", f"got {sampled[t]} at position {first + t}, expected a token id"
+        problem = f"got {sampled[t]} at position {first + t}, expected a token id"
+        raise InvalidCandidateSetsError("sampled_ids", problem)
     if logprobs is None or not len(logprobs) or logprobs.min() > LOWEST:
         return
     if (e := csr.first_true((logprobs <= LOWEST) & ~is_sampled)) is not None:
         got = f"got {logprobs[e]} at position {first + rows[e]} for a token that was not sampled"
-        yield "logprobs", f"{got}; it has no place in the set"
+        raise InvalidCandidateSetsError("logprobs", f"{got}; it has no place in the set")
     if (t := without_mass(logprobs, offsets)) is not None:
-        yield "logprobs", f"nothing but a token of zero probability at position {first + t}"
-
-
-def check_distinct(ids: Int32Array, rows: Int32Array, first: int = 0) -> None:
-    """Raise an error if a row contains a token id twice.
-
-    Row r holds the candidates of position `first + r`. The error message names the duplicate id's position.
-    """
-    keys = np.sort(csr.row_keys(rows, ids))
-    if (e := csr.first_true(keys[1:] == keys[:-1])) is not None:
-        raise InvalidCandidateSetsError(
-            "token_ids", f"{keys[e] & 0xFFFFFFFF} occurs twice at position {first + (keys[e] >> 32)}"
-        )
+        problem = f"nothing but a token of zero probability at position {first + t}"
+        raise InvalidCandidateSetsError("logprobs", problem)
 
 
 def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | None:
@@ -143,37 +133,11 @@ def without_mass(logprobs: NDArray[np.float32], offsets: Int64Array) -> int | No
     return None if t is None else int(filled[t])
 
 
-def as_integers(name: str, values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+def as_array(name: str, values: ArrayLike, dtype: type[np.int32 | np.int64 | np.float32]) -> NDArray[Any]:
     """Return `values` as a 1-D array of `dtype`, without a copy if possible.
 
-    Raise InvalidCandidateSetsError if a value does not fit `dtype`.
+    Raise InvalidCandidateSetsError if a value does not fit `dtype`. Infinite values fit float32.
     """
-    array = _as_array(name, values)
-    if len(array) and array.dtype != dtype:
-        if array.dtype.kind not in "iu":
-            raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected integers")
-        bounds = np.iinfo(dtype)
-        if array.min() < bounds.min or array.max() > bounds.max:
-            raise InvalidCandidateSetsError(name, f"got values outside {bounds.dtype}")
-    return array.astype(dtype, copy=False)
-
-
-def as_float32(name: str, values: ArrayLike) -> NDArray[np.float32]:
-    """Return `values` as a 1-D float32 array, without a copy if possible.
-
-    Raise InvalidCandidateSetsError if a finite value is too large for float32.
-    """
-    array = _as_array(name, values)
-    if len(array) and array.dtype.kind != "f":
-        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected floats")
-    with np.errstate(over="ignore"):
-        rounded = array.astype(np.float32, copy=False)
-    if rounded is not array and (e := csr.first_true(np.isinf(rounded) & np.isfinite(array))) is not None:
-        raise InvalidCandidateSetsError(name, f"got {array[e]}, expected values that float32 can hold")
-    return rounded
-
-
-def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -181,4 +145,14 @@ def _as_array(name: str, values: ArrayLike) -> NDArray[Any]:
         raise InvalidCandidateSetsError(name, f"cannot be read as one number per entry: {error}") from None
     if array.ndim != 1:
         raise InvalidCandidateSetsError(name, f"got {array.ndim} dimensions, expected 1")
-    return array
+    kinds, expected = ("f", "floats") if dtype is np.float32 else ("iu", "integers")
+    if len(array) and array.dtype.kind not in kinds:
+        raise InvalidCandidateSetsError(name, f"got dtype {array.dtype}, expected {expected}")
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype, copy=False)
+    if converted is not array:
+        is_wrong = np.isinf(converted) & np.isfinite(array) if kinds == "f" else converted != array
+        if (e := csr.first_true(is_wrong)) is not None:
+            problem = f"got {array[e]}, expected values that {converted.dtype} can hold"
+            raise InvalidCandidateSetsError(name, problem)
+    return converted

@@ -3,8 +3,8 @@
 ==============  ==================================  ===================================================
 format          read with                           written by
 ==============  ==================================  ===================================================
-top_p           decode_top_p, decode_prompt_top_p   the patched SGLang, in `meta_info` (encode_top_p)
-top_k           decode_top_k                        any SGLang (`top_logprobs_num`); encode_top_k
+top_p           decode_top_p                        the patched SGLang, in `meta_info` (encode_top_p)
+top_k                                               the patched SGLang, in `meta_info` (encode_top_k)
 native_masks    decode_sampling_mask                any SGLang (`return_sampling_mask`); vLLM
 packed          unpack, unpack_base64               pack, pack_base64
 ==============  ==================================  ===================================================
@@ -13,25 +13,22 @@ Base64 text uses the standard alphabet, with padding. The encoded numbers are li
 float32, and token ids are int32.
 """
 
-from sglang_topp.formats.candidate_sets_binary import pack, pack_base64, pack_parts, unpack, unpack_base64
-from sglang_topp.formats.candidate_sets_meta_info import (
+from sglang_topp.formats.candidate_sets_binary import pack, pack_base64, unpack, unpack_base64
+from sglang_topp.formats.engine_answers import (
     NO_DISTRIBUTION,
     Side,
-    decode_prompt_top_p,
+    decode_sampling_mask,
     decode_top_p,
     encode_top_k,
     encode_top_p,
     has_top_p,
     merge_stream_chunks,
 )
-from sglang_topp.formats.native_formats import decode_sampling_mask, decode_top_k
 
 __all__ = [
     "NO_DISTRIBUTION",
     "Side",
-    "decode_prompt_top_p",
     "decode_sampling_mask",
-    "decode_top_k",
     "decode_top_p",
     "encode_top_k",
     "encode_top_p",
@@ -39,7 +36,6 @@ __all__ = [
     "merge_stream_chunks",
     "pack",
     "pack_base64",
-    "pack_parts",
     "unpack",
     "unpack_base64",
 ]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64bytes, renaming_errors
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, b64array, renaming_errors
 
 _MAGIC = b"TPCS"
 _WITH_LOGPROBS, _WITHOUT_LOGPROBS = 1, 2
@@ -39,14 +39,6 @@ def pack(sets: CandidateSets) -> bytes:
 
     The buffer has `24 + 8 T + 8 n` bytes, or `24 + 8 T + 4 n` without log-probs.
     """
-    return b"".join(pack_parts(sets))
-
-
-def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
-    """Return the parts that `pack` joins into one buffer, in order.
-
-    The parts with token ids and log-probs are views of the arrays in `sets`, not copies.
-    """
     parts: list[NDArray[Any]] = [
         sets.sizes.astype(INT32),
         sets.sampled_ids.astype(INT32, copy=False),
@@ -56,7 +48,7 @@ def pack_parts(sets: CandidateSets) -> list[bytes | memoryview]:
         parts.append(sets.logprobs.astype(FLOAT32, copy=False))
     version = _WITH_LOGPROBS if sets.has_logprobs else _WITHOUT_LOGPROBS
     header = _HEADER.pack(_MAGIC, version, len(sets), len(sets.token_ids))
-    return [header, *(np.ascontiguousarray(part).view(np.uint8).data for part in parts)]
+    return b"".join([header, *(np.ascontiguousarray(part).data for part in parts)])
 
 
 def unpack(buffer: bytes | bytearray | memoryview, *, field: str = "candidates") -> CandidateSets:
@@ -115,4 +107,4 @@ def unpack_base64(text: str, *, field: str = "candidates") -> CandidateSets:
     Raises:
         WireError: `text` is not base64, or `unpack` rejects the decoded buffer.
     """
-    return unpack(b64bytes(field, text), field=field)
+    return unpack(b64array(field, text, np.uint8).data, field=field)

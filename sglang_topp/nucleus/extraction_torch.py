@@ -8,7 +8,8 @@ usually a few thousand log-probs per row.
 Let `bound` be the lowest maximum among the searched blocks. All log-probs in the other blocks are at most
 `bound`, so the searched blocks contain every token whose log-prob is above `bound`. If these tokens have a
 total probability of at least `p`, the searched blocks contain the whole nucleus. If the total is below `p`,
-the code searches more blocks of the row, and finally the whole row. Every result is therefore exact.
+the code searches more blocks of the row, and finally the whole row. Every result is therefore exact. With
+`p = 1`, the code searches the whole row at once.
 
 `support_candidates` finds the tokens with a sampling weight above 0: a sampler draws the token of a row in
 proportion to the row's weights.
@@ -22,7 +23,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -46,28 +47,9 @@ _ATTEMPTS = (128, 1024)
 # gets a call of its own.
 _WHOLE_VALUES = 1 << 16
 
-
-class _RequestedRows(NamedTuple):
-    """The rows for which to extract candidate sets. Every field has one element per row."""
-
-    rows_R: Tensor  # int64, the row's index in the batch
-    limit_R: Tensor  # float64, the total probability at which the row's nucleus ends
-    sampled_R: Tensor  # int64, the row's sampled token id
-    # float32, the sampled token's log-prob, or NaN if the caller passed no sampled tokens. With NaN, `_cut`
-    # adds no sampled token to the set, because `NaN < x` is false.
-    sampled_logprobs_R: Tensor
-
-    def take(self, which: Tensor) -> _RequestedRows:
-        return _RequestedRows(*(field[which] for field in self))
-
-
-class _Part(NamedTuple):
-    """The candidate sets of some rows, as flat tensors."""
-
-    rows_R: Tensor
-    ids_n: Tensor
-    logprobs_n: Tensor
-    sizes_R: Tensor
+_Nuclei: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Some rows' indices in the batch, int64 [R]; the sizes of their nuclei, int64 [R]; and the tokens of these,
+row after row: ids, int32 [n], and log-probs, float32 [n]."""
 
 
 def top_p_candidates(
@@ -75,37 +57,41 @@ def top_p_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sglang_topp.nucleus.top_p_candidates` in plain torch; the caller has checked the arguments."""
     offsets = torch.zeros(len(p_B) + 1, dtype=torch.int64, device=logprobs_BV.device)
-    row_numbers = np.flatnonzero(p_B)
-    if not len(row_numbers):
+    rows_R = torch.from_numpy(np.flatnonzero(p_B)).to(offsets.device)
+    if sampled_B is not None:
+        _check_sampled(rows_R, sampled_B[rows_R], logprobs_BV.shape[1])
+    if not len(rows_R):
         none = logprobs_BV.new_empty(0, dtype=torch.float32)
         return none.int(), none, offsets
-    requested = _select_requested_rows(logprobs_BV, p_B, sampled_B, row_numbers)
-    parts = list(_parts(logprobs_BV, requested, row_numbers))
-    for part in parts:
-        offsets[part.rows_R + 1] = part.sizes_R
-    ids_n, logprobs_n = _in_row_order(parts)
-    return ids_n, logprobs_n, offsets.cumsum_(0)
-
-
-def _select_requested_rows(
-    logprobs_BV: Tensor, p_B: NDArray[np.float64], sampled_B: Tensor | None, row_numbers: NDArray[np.intp]
-) -> _RequestedRows:
-    """Return the rows with `p > 0`.
-
-    Raise InvalidInputError if the sampled id of a row with `p > 0` is outside the vocabulary.
-    """
-    device = logprobs_BV.device
-    rows_R = torch.from_numpy(row_numbers).to(device)
     # With p = 1, the nucleus is the whole row. Use an infinite limit: a limit of 1 could cut the row, because
     # the rounded probabilities may sum to 1 before the end of the row.
-    limit_R = torch.from_numpy(np.where(p_B == 1, np.inf, p_B)[row_numbers]).to(device)
-    if sampled_B is None:
-        return _RequestedRows(
-            rows_R, limit_R, rows_R, torch.full_like(limit_R, torch.nan, dtype=torch.float32)
-        )
-    sampled_R = sampled_B[rows_R]
-    _check_sampled(rows_R, sampled_R, logprobs_BV.shape[1])
-    return _RequestedRows(rows_R, limit_R, sampled_R, logprobs_BV[rows_R, sampled_R].float())
+    limits = np.where(p_B < 1, p_B, 0), np.where(p_B == 1, np.inf, 0)
+    parts = [part for limit_B in limits if limit_B.any() for part in _nuclei(logprobs_BV, limit_B)]
+    if sampled_B is not None:
+        least_B = torch.full((len(p_B),), torch.inf, dtype=torch.float32, device=offsets.device)
+        for part_R, sizes_R, _, logprobs_n in parts:
+            if len(logprobs_n):
+                least_B[part_R] = logprobs_n[sizes_R.cumsum(0) - 1].masked_fill(sizes_R == 0, torch.inf)
+        # A sampled token is outside of the nucleus if it is less likely than all of its tokens.
+        ids_R = sampled_B[rows_R]
+        logprobs_R = logprobs_BV[rows_R, ids_R].float()
+        outside = (logprobs_R < least_B[rows_R]).nonzero().squeeze(1)
+        if len(outside):
+            ones = torch.ones_like(outside)
+            parts.append((rows_R[outside], ones, ids_R[outside].int(), logprobs_R[outside]))
+    for part_R, sizes_R, _, _ in parts:
+        offsets[part_R + 1] += sizes_R
+    offsets.cumsum_(0)
+    if len(parts) == 1:
+        _, _, ids_n, logprobs_n = parts[0]
+        return ids_n, logprobs_n.clone(), offsets  # not a view of all the sorted log-probs
+    pieces: list[tuple[int, Tensor, Tensor]] = []
+    for part_R, sizes_R, *tokens in parts:
+        flat = (torch.split(each, sizes_R.tolist()) for each in tokens)
+        pieces += zip(part_R.tolist(), *flat, strict=True)
+    pieces.sort(key=lambda piece: piece[0])
+    _, ids, logprobs = zip(*pieces, strict=True)
+    return torch.cat(ids), torch.cat(logprobs), offsets
 
 
 def _check_sampled(rows_R: Tensor, sampled_R: Tensor, vocab: int) -> None:
@@ -115,16 +101,23 @@ def _check_sampled(rows_R: Tensor, sampled_R: Tensor, vocab: int) -> None:
         raise row_error(int(rows_R[worst]), SAMPLED_OUT_OF_RANGE, int(sampled_R[worst]), vocab)
 
 
-def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[np.intp]) -> Iterator[_Part]:
-    """Yield parts that together hold the candidate sets of the requested rows.
+def _nuclei(logprobs_BV: Tensor, limit_B: NDArray[np.float64]) -> Iterator[_Nuclei]:
+    """Yield the nuclei of the rows with a limit above 0, some rows at a time, as `_cut` returns them.
 
     A block is a group of neighboring token ids. To find a row's nucleus, an attempt reads either the row's
     blocks with the highest maximum log-probs, or the whole row. If the nucleus may have tokens outside these
-    blocks, the next attempt reads more blocks of the row, or the whole row. If several of the yielded parts
-    hold a set for the same row, only the set in the last of these parts is correct.
+    blocks, the next attempt reads more blocks of the row, or the whole row. Until then, the row's nucleus is
+    empty.
+
+    Args:
+        limit_B: the total probability at which each row's nucleus ends, or 0 for a row without a nucleus. If
+            a limit is infinite, all above 0 must be: only whole rows are then read.
     """
+    row_numbers = np.flatnonzero(limit_B)
+    rows_R = torch.from_numpy(row_numbers).to(logprobs_BV.device)
+    limit_R = torch.from_numpy(limit_B[row_numbers]).to(logprobs_BV.device)
     num_blocks, tail = divmod(logprobs_BV.shape[1], _BLOCK)
-    attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks]
+    attempts = [num_chosen for num_chosen in _ATTEMPTS if num_chosen < num_blocks and limit_B.max() < 1]
     if attempts:
         blocks_BNS = logprobs_BV[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK)
         # Call `amax` once per run of adjacent requested rows. These `amax` calls copy no row, and read only
@@ -135,51 +128,52 @@ def _parts(logprobs_BV: Tensor, requested: _RequestedRows, row_numbers: NDArray[
     for num_chosen in attempts:
         highest_RK, chosen_RK = maxima_RN.topk(num_chosen, sorted=False)
         chosen_RK = chosen_RK.sort(1).values  # token ids must ascend along each row of `values_RM`
-        values_RM = blocks_BNS[requested.rows_R[:, None], chosen_RK].flatten(1)
+        values_RM = blocks_BNS[rows_R[:, None], chosen_RK].flatten(1)
         if tail:
-            values_RM = torch.cat([values_RM, logprobs_BV[requested.rows_R, -tail:]], 1)
+            values_RM = torch.cat([values_RM, logprobs_BV[rows_R, -tail:]], 1)
             chosen_RK = torch.nn.functional.pad(chosen_RK, (0, 1), value=num_blocks)
-        part, short_R = _cut(values_RM, requested, highest_RK.amin(1), chosen_RK)
-        yield part
+        nuclei, short_R = _cut(values_RM, rows_R, limit_R, highest_RK.amin(1), chosen_RK)
+        yield nuclei
         if not bool(short_R.any()):
             return
-        requested, maxima_RN = requested.take(short_R), maxima_RN[short_R]
+        rows_R, limit_R, maxima_RN = rows_R[short_R], limit_R[short_R], maxima_RN[short_R]
 
     rows_at_once = max(1, _WHOLE_VALUES // logprobs_BV.shape[1])
-    for some in torch.split(torch.arange(len(requested.rows_R), device=logprobs_BV.device), rows_at_once):
-        whole = requested.take(some)
-        yield _cut(logprobs_BV[whole.rows_R], whole)[0]
+    for some in zip(torch.split(rows_R, rows_at_once), torch.split(limit_R, rows_at_once), strict=True):
+        yield _cut(logprobs_BV[some[0]], *some)[0]
 
 
 def _cut(
     values_RM: Tensor,
-    requested: _RequestedRows,
+    rows_R: Tensor,
+    limit_R: Tensor,
     bound_R: Tensor | None = None,
     blocks_RK: Tensor | None = None,
-) -> tuple[_Part, Tensor]:
+) -> tuple[_Nuclei, Tensor]:
     """Sort each row's log-probs above the row's bound, and cut the sorted log-probs where the nucleus ends.
 
     Args:
         values_RM: the log-probs of R whole rows, or of some blocks of each row, ordered along each row by
             ascending token id.
-        requested: the R rows that the log-probs in `values_RM` come from.
+        rows_R: int64, the indices in the batch of the R rows that these log-probs come from.
+        limit_R: float64, the total probability at which each row's nucleus ends.
         bound_R: for each row, an upper bound on the log-probs that `values_RM` leaves out, or None if
             `values_RM` holds whole rows.
         blocks_RK: the indices of the K blocks that each row's log-probs in `values_RM` come from, or None if
             `values_RM` holds whole rows.
 
     Returns:
-        `(part, short_R)`. `part` holds the candidate sets. `short_R`, bool [R], is True for each row whose
-        nucleus may contain tokens that are not in `values_RM`. In such a row, the tokens with log-probs above
-        the row's bound have a total probability below `p`.
+        The nuclei, and bool [R], True for each row whose nucleus may contain tokens that are not in
+        `values_RM`, so that it is left empty. In such a row, the tokens with log-probs above the row's bound
+        have a total probability below `p`.
     """
-    # This check also finds NaN. The maximum of a block with NaN is NaN, and `topk` in `_parts` ranks NaN
+    # This check also finds NaN. The maximum of a block with NaN is NaN, and `topk` in `_nuclei` ranks NaN
     # highest. If a row holds NaN, `values_RM` therefore holds NaN too. `amax` then returns NaN, and
     # `NaN <= x` is false.
     if not float(values_RM.amax()) <= MAX_LOGPROB:
         highest_R = values_RM.amax(1)
         worst = int((~(highest_R <= MAX_LOGPROB)).nonzero()[0])
-        raise row_error(int(requested.rows_R[worst]), NOT_LOGPROBS, float(highest_R[worst]))
+        raise row_error(int(rows_R[worst]), NOT_LOGPROBS, float(highest_R[worst]))
 
     num_rows, width = values_RM.shape
     lowest = torch.finfo(values_RM.dtype).min
@@ -201,75 +195,38 @@ def _cut(
     # `sglang_topp.nucleus.top_p_candidates` allows.
     mass_before = logprobs_n.new_zeros(len(key_n) + 1, dtype=torch.float64)
     torch.cumsum(logprobs_n.double().exp(), 0, out=mass_before[1:])
-    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + requested.limit_R)
+    stop_R = torch.searchsorted(mass_before, mass_before[start_R] + limit_R)
     # Keep each row's most likely token, even if p is smaller than the rounding error of the sums.
     stop_R = torch.maximum(stop_R, start_R + 1)
-    short_R = stop_R > end_R
+    # No token outside of `values_RM` has a log-prob above its row's bound. If the bound is at most `lowest`,
+    # all these tokens have probability 0.
+    short_R = torch.zeros_like(rows_R, dtype=torch.bool)
     if bound_R is not None:
-        # No token outside of `values_RM` has a log-prob above its row's bound. If the bound is at most
-        # `lowest`, all these tokens have probability 0.
-        short_R &= bound_R > lowest
+        short_R = (stop_R > end_R) & (bound_R > lowest)
+        stop_R = torch.where(short_R, start_R, stop_R)
     stop_R = torch.minimum(stop_R, end_R)
-    least_R = torch.full_like(requested.sampled_logprobs_R, torch.inf)
     if len(key_n):
-        some_R = stop_R > start_R
         # Extend each nucleus by the tokens that are as likely as the last token of the nucleus.
         tied_R = torch.searchsorted(key_n, key_n[stop_R - 1], right=True)
-        stop_R = torch.where(some_R, tied_R, stop_R)
-        least_R = torch.where(some_R, logprobs_n[stop_R - 1], least_R)
+        stop_R = torch.where(stop_R > start_R, tied_R, stop_R)
     sizes_R = stop_R - start_R
-
-    kept_n = _spans(start_R, sizes_R)
-    entry_n, logprobs_n = entry_n[kept_n], logprobs_n[kept_n]
-    ids_n = entry_n % width
+    if num_rows == 1:
+        ids_n, logprobs_n = entry_n[: int(sizes_R)], logprobs_n[: int(sizes_R)]
+        row_n = torch.zeros_like(ids_n)
+    else:
+        row_n = torch.repeat_interleave(sizes_R)
+        shift_R = start_R - sizes_R.cumsum(0) + sizes_R
+        kept_n = torch.arange(len(row_n), device=row_n.device) + shift_R[row_n]
+        ids_n, logprobs_n = entry_n[kept_n] - row_n * width, logprobs_n[kept_n]
     if blocks_RK is not None:
-        ids_n = blocks_RK[entry_n // width, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
-    part = _Part(requested.rows_R, ids_n.int(), logprobs_n, sizes_R)
-    # A sampled token is outside the nucleus if it is less likely than the nucleus's least likely token.
-    return _with_sampled(part, requested, requested.sampled_logprobs_R < least_R), short_R
+        ids_n = blocks_RK[row_n, ids_n // _BLOCK] * _BLOCK + ids_n % _BLOCK
+    return (rows_R, sizes_R, ids_n.int(), logprobs_n), short_R
 
 
 def sort_key_descending(logprobs: Tensor) -> Tensor:
     """Return int32 keys that ascend as float32 log-probs descend. -0.0 and 0.0 have equal keys."""
     bits = (0.0 - logprobs).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _spans(start_R: Tensor, sizes_R: Tensor) -> Tensor | slice:
-    """Return the indices `start_R[r]` to `start_R[r] + sizes_R[r] - 1`, concatenated over all `r`."""
-    if len(start_R) == 1:
-        return slice(0, int(sizes_R))
-    ends_R = sizes_R.cumsum(0)
-    total = int(ends_R[-1])
-    shift_n = torch.repeat_interleave(start_R - ends_R + sizes_R, sizes_R, output_size=total)
-    return shift_n + torch.arange(total, device=shift_n.device)
-
-
-def _with_sampled(part: _Part, requested: _RequestedRows, outside_R: Tensor) -> _Part:
-    """Append each sampled token that is outside its row's nucleus, as the last candidate of the row's set."""
-    if not bool(outside_R.any()):
-        return part
-    row_n = torch.repeat_interleave(part.sizes_R)
-    order_n = torch.cat([row_n, outside_R.nonzero().squeeze(1)]).sort(stable=True).indices
-    return _Part(
-        part.rows_R,
-        torch.cat([part.ids_n, requested.sampled_R[outside_R].int()])[order_n],
-        torch.cat([part.logprobs_n, requested.sampled_logprobs_R[outside_R]])[order_n],
-        part.sizes_R + outside_R,
-    )
-
-
-def _in_row_order(parts: list[_Part]) -> tuple[Tensor, Tensor]:
-    """Return `(ids, logprobs)` of the candidates of all rows, in ascending order of rows."""
-    if len(parts) == 1:
-        return parts[0].ids_n, parts[0].logprobs_n
-    sets: dict[int, tuple[Tensor, Tensor]] = {}
-    for part in parts:
-        sizes: list[int] = part.sizes_R.tolist()
-        flat = zip(torch.split(part.ids_n, sizes), torch.split(part.logprobs_n, sizes), strict=True)
-        sets.update(zip(part.rows_R.tolist(), flat, strict=True))
-    ids, logprobs = zip(*(sets[row] for row in sorted(sets)), strict=True)
-    return torch.cat(ids), torch.cat(logprobs)
 
 
 # -- the tokens that a sampler could draw -------------------------------------------------------------------

@@ -29,7 +29,8 @@ from torch import Tensor
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.candidates.torch_tensors import to_device
 from sglang_topp.errors import InvalidInputError
-from sglang_topp.nucleus import sampler_support_triton, top_p_triton
+from sglang_topp.nucleus import sampler_support_triton as sampler
+from sglang_topp.nucleus import top_p_triton
 from sglang_topp.nucleus.argument_checks import kernel_error
 from sglang_topp.nucleus.extraction_torch import in_set_order
 
@@ -200,9 +201,13 @@ def find_support(
     with torch.cuda.device(logprobs_RV.get_device()):
         logprobs_RV, lowest = _prepared(logprobs_RV, lowest)
         ids_RW = None if token_ids_RW is None else token_ids_RW.int().contiguous()
-        drawn = sampler_support_triton.Drawn(logprobs_RV, is_drawn_RW.contiguous(), ids_RW, sampled_R)
-        rows_R3 = sampler_support_triton.count(drawn, lowest)
-    write = partial(sampler_support_triton.compact, drawn, rows_R3)
+        drawn = logprobs_RV, is_drawn_RW.contiguous(), ids_RW, sampled_R
+        rows_R3 = torch.zeros((len(logprobs_RV), 3), dtype=torch.int64, device=logprobs_RV.device)
+        sampler.launch(sampler.count_kernel, drawn, rows_R3, logprobs_RV.shape[1], lowest)
+
+    def write(entries_2C: Tensor) -> None:
+        sampler.launch(sampler.compact_kernel, drawn, rows_R3, entries_2C, entries_2C.shape[1])
+
     return FoundSets(rows_R3, logprobs_RV.shape[1], False, write)
 
 

@@ -10,7 +10,7 @@ room for.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -33,47 +33,26 @@ _NOT_LOGPROBS, _SAMPLED_OUT_OF_RANGE = tl.constexpr(NOT_LOGPROBS), tl.constexpr(
 _ZERO_PROBABILITY, _TOKEN_OUT_OF_RANGE = tl.constexpr(ZERO_PROBABILITY), tl.constexpr(TOKEN_OUT_OF_RANGE)
 
 
-class Drawn(NamedTuple):
-    """The tokens that a sampler could draw in each row, on a GPU.
+Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""The tokens that a sampler could draw in each row, on a GPU:
 
-    Attributes:
-        logprobs: floats [R, V], contiguous along a row.
-        is_drawn: bool [R, W], contiguous, True where the sampler's weight of a token is above 0.
-        token_ids: int32 [R, W], contiguous, the token id of each element of `is_drawn`. None means that W is
-            V, and that column `i` belongs to token id `i`.
-        sampled_ids: int64 [R], the sampled token id of each row.
+- the log-probs, floats [R, V], contiguous along a row;
+- bool [R, W], contiguous, True where the sampler's weight of a token is above 0;
+- int32 [R, W], contiguous, the token id of each of these, or None, which means that W is V, and that column
+  `i` belongs to token id `i`;
+- int64 [R], the sampled token id of each row.
+"""
+
+
+def launch(function: Any, drawn: Drawn, rows_R3: Tensor, *others: Tensor | float) -> None:
+    """Launch a kernel over the tiles of all rows.
+
+    - `count_kernel` takes V, and the highest log-prob that stands for probability 0. It writes the set sizes
+      and the errors to `rows_R3`, zeros [R, 3], as in `gpu_extraction.StagingArea`.
+    - `compact_kernel` takes the output, int32 [2, C], and C. It writes each row's candidate set, in any
+      order: the token ids to row 0, and the bits of the float32 log-probs to row 1. `top_p_triton.place` has
+      written the start indices to `rows_R3`, to which the kernel adds the set sizes.
     """
-
-    logprobs: Tensor
-    is_drawn: Tensor
-    token_ids: Tensor | None
-    sampled_ids: Tensor
-
-
-def count(drawn: Drawn, lowest: float) -> Tensor:
-    """Return int64 [R, 3], as in `gpu_extraction.StagingArea`, with the set sizes and the errors.
-
-    Log-probs at or below `lowest` stand for probability 0.
-    """
-    logprobs = drawn.logprobs
-    rows_R3 = torch.zeros((len(logprobs), 3), dtype=torch.int64, device=logprobs.device)
-    _launch(_count_kernel, drawn, rows_R3, logprobs.shape[1], lowest)
-    return rows_R3
-
-
-def compact(drawn: Drawn, rows_R3: Tensor, entries_2C: Tensor) -> None:
-    """Write each row's candidate set to `entries_2C`, in any order.
-
-    Args:
-        rows_R3: the result of `count`, after `top_p_triton.place`. The function adds the set sizes to the
-            start indices that are not -1.
-        entries_2C: int32, the output. Row 0 gets the candidates' token ids, and row 1 the bits of their
-            float32 log-probs.
-    """
-    _launch(_compact_kernel, drawn, rows_R3, entries_2C, entries_2C.shape[1])
-
-
-def _launch(function: Any, drawn: Drawn, rows_R3: Tensor, *others: Tensor | float) -> None:
     logprobs, is_drawn, token_ids, sampled_ids = drawn
     num_rows, width = is_drawn.shape
     if num_rows:
@@ -109,7 +88,7 @@ def _tile(is_drawn_ptr, ids_ptr, sampled_ptr, row, width, TILE: tl.constexpr):
 
 
 @kernel
-def _count_kernel(
+def count_kernel(
     logprobs_ptr,
     is_drawn_ptr,
     ids_ptr,
@@ -141,7 +120,7 @@ def _count_kernel(
 
 
 @kernel
-def _compact_kernel(
+def compact_kernel(
     logprobs_ptr,
     is_drawn_ptr,
     ids_ptr,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.torch_tensors import CandidateTensors, to_torch
+from sglang_topp.candidates.torch_tensors import CandidateTensors, share, to_torch
 from sglang_topp.errors import InvalidCandidateSetsError, InvalidInputError
 
 
@@ -73,21 +73,17 @@ class Shard:
         return columns.masked_fill_((columns < 0) | (columns >= self.num_ids), self.num_ids)
 
 
-def reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None, op: str = "SUM") -> Tensor:
     """Sum `tensor` over the ranks of `group` in place, and return it. Without a group, nothing is summed.
 
     In `torch.distributed`, by contrast, `group=None` means all processes.
     """
     if group is not None:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
     return tensor
 
 
-def reduce_max(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Take the elementwise maximum over the ranks of `group` in place, as `reduce_sum` does the sum."""
-    if group is not None:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return tensor
+reduce_max = functools.partial(reduce_sum, op="MAX")
 
 
 def first_true(mask: Tensor) -> int | None:
@@ -326,6 +322,8 @@ def _sets_on(sets: CandidateSets | CandidateTensors, device: torch.device) -> Ca
         InvalidInputError: the `CandidateTensors` are not on `device`.
     """
     if isinstance(sets, CandidateSets):
+        if device.type == "cpu":
+            return CandidateTensors(share(sets.token_ids), None, share(sets.offsets), share(sets.sampled_ids))
         return to_torch(sets.token_ids, None, sets.offsets, sets.sampled_ids, device=device)
     # An empty tensor's device has a number, such as "cuda:0", even if `device` is only "cuda".
     if sets.device != torch.empty(0, device=device).device:

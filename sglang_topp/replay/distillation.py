@@ -131,12 +131,10 @@ def distillation_loss(
             or by several ranks; or the probabilities of a set sum to more than 1.002. A sum from 1 to 1.002
             may come from rounding, and raises no error.
     """
-    for name, got, known in (
-        ("direction", direction, ("forward", "reverse")),
-        ("outside", outside, ("tail", "renormalized")),
-    ):
-        if got not in known:
-            raise InvalidInputError(f"{name}: got {got!r}, expected {known[0]!r} or {known[1]!r}")
+    if direction not in ("forward", "reverse"):
+        raise InvalidInputError(f"direction: got {direction!r}, expected 'forward' or 'reverse'")
+    if outside not in ("tail", "renormalized"):
+        raise InvalidInputError(f"outside: got {outside!r}, expected 'tail' or 'renormalized'")
     has_tail, device, num_positions = outside == "tail", hidden.device, len(hidden)
     transform = LogitTransform(temperature, softcap, logit_scale)
     shard = Shard.of(len(weight), vocab_start, vocab_size, tp_group)

@@ -1,8 +1,4 @@
-"""Old log-probs for importance ratios, and metrics: ratios, kept mass, set sizes, and forced tokens.
-
-The kept mass of a position is the total probability of its candidate set. Every set holds its sampled token,
-even if the token is outside the nucleus. A token can be outside the nucleus if, for example, the sampler used
-a larger `top_p` than the `p` that defines the nucleus.
+"""Old log-probs for importance ratios, and metrics: ratios, kept mass, and set sizes.
 
 Instead of means, `ReplayMetrics` stores sums, counts, and maxima over the tokens. The metrics of several
 micro-batches or ranks can therefore be combined into the exact metrics of all their tokens.
@@ -21,7 +17,6 @@ from torch import Tensor
 from sglang_topp.candidates import CandidateSets
 from sglang_topp.candidates.csr_operations import first_true
 from sglang_topp.candidates.torch_tensors import to_numpy
-from sglang_topp.candidates.validation import LOWEST
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_max, reduce_sum
 from sglang_topp.replay.row_selection import as_bool_mask
@@ -46,10 +41,6 @@ class ReplayMetrics:
     candidates: float = 0.0
     singletons: float = 0.0
     """The number of tokens whose set has only one candidate, and which therefore have no gradient."""
-    judged_tokens: float = 0.0
-    """The number of tokens for which the caller passed a top-p threshold `p` to `replay_metrics`."""
-    forced_tokens: float = 0.0
-    """The number of `judged_tokens` that are outside the nucleus of their position."""
     max_ratio: float = 0.0
     max_set_size: float = 0.0
 
@@ -90,7 +81,6 @@ class ReplayMetrics:
             "replay/set_size_mean": mean(self.candidates, self.tokens),
             "replay/set_size_max": self.max_set_size,
             "replay/singleton_share": mean(self.singletons, self.tokens),
-            "replay/forced_share": mean(self.forced_tokens, self.judged_tokens),
         }
 
 
@@ -105,7 +95,6 @@ def replay_metrics(
     candidates: CandidateSets,
     *,
     loss_mask: ArrayLike | None = None,
-    p: float | ArrayLike | None = None,
 ) -> ReplayMetrics:
     """Compute the metrics of T positions in float64.
 
@@ -114,13 +103,9 @@ def replay_metrics(
         old_logprobs: [T], the rollout's log-probs over the candidate sets (`replayed_old_logprobs`).
         candidates: the candidate sets of the T positions.
         loss_mask: [T]. The metrics ignore positions with a mask of 0 or with an empty set.
-        p: the top-p threshold, one number or [T]. If `p` is given, the metrics also count the forced
-            tokens. A sampled token is forced if the probabilities of all more likely candidates sum to `p` or
-            more. For `p` = 1, a sampled token is forced if its probability is 0.
 
     Raises:
-        InvalidInputError: the length of an argument is not T, `p` is not above 0 and at most 1, or `p` is
-            passed for sets without log-probs.
+        InvalidInputError: the length of an argument is not T.
     """
     length = len(candidates)
     for name, values in (("logprobs", logprobs), ("old_logprobs", old_logprobs)):
@@ -141,22 +126,6 @@ def replay_metrics(
     sizes, kept_mass = candidates.sizes[counts], float("nan") if counts.any() else 0.0
     if candidates.has_logprobs:
         kept_mass = float(np.exp(candidates.log_kept_mass[counts], dtype=np.float64).sum())
-    judged = forced = 0.0
-    if p is not None:
-        thresholds = to_numpy(p).astype(np.float64)
-        if thresholds.shape not in ((), (length,)):
-            raise InvalidInputError(f"p: got shape {thresholds.shape}, expected one number or [{length}]")
-        if (wrong := ~((thresholds > 0) & (thresholds <= 1))).any():
-            raise InvalidInputError(f"p: got {thresholds[wrong][0]}, expected above 0 and at most 1")
-        judged = float(len(sizes))
-        # With p = 1, the nucleus is exactly the tokens of non-zero probability, even if float32 rounding
-        # makes the probabilities sum to more than 1.
-        is_forced = np.where(
-            thresholds >= 1,
-            candidates.sampled_logprobs <= LOWEST,
-            _mass_above_sampled(candidates) >= thresholds,
-        )
-        forced = float(np.count_nonzero(is_forced[counts]))
     return ReplayMetrics(
         tokens=float(len(sizes)),
         ratios=float(ratios.sum()),
@@ -165,19 +134,9 @@ def replay_metrics(
         kept_mass=kept_mass,
         candidates=float(sizes.sum()),
         singletons=float(np.count_nonzero(sizes == 1)),
-        judged_tokens=judged,
-        forced_tokens=forced,
         max_ratio=float(ratios.max(initial=0.0)),
         max_set_size=float(sizes.max(initial=0)),
     )
-
-
-def _mass_above_sampled(candidates: CandidateSets) -> np.ndarray:
-    """Return float64 [T]: the mass of the candidates that are strictly more likely than the sampled token."""
-    sampled = np.repeat(candidates.sampled_logprobs, candidates.sizes)
-    mass = np.where(candidates.logprobs > sampled, np.exp(candidates.logprobs, dtype=np.float64), 0.0)
-    running = np.concatenate([[0.0], np.cumsum(mass)])
-    return np.diff(running[candidates.offsets])
 
 
 def replayed_old_logprobs(candidates: CandidateSets, *, output_ids: ArrayLike | None = None) -> Tensor:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sglang_topp.candidates.torch_tensors import suppress_warnings
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import Entries, Segments, Shard, reduce_sum
 
@@ -208,7 +208,7 @@ class WeightGradSink:
         # The backward uses `weight.grad`, `weight.main_grad`, and `weight.grad_added_to_main_grad`, but only
         # if `weight` is a leaf tensor. Keep no reference to a `weight` that is not a leaf tensor.
         self._leaf = weight if weight.is_leaf else None
-        self._is_grad = self._buffer is not None and _is_its_grad(self._buffer, self._leaf)
+        self._is_grad = self._buffer is not None and _is_held_as("grad", self._buffer, self._leaf)
         self._parts: tuple[Tensor, tuple[Entries, Tensor] | None, Tensor | None] | None = None
 
     def hand_over(
@@ -229,7 +229,7 @@ class WeightGradSink:
         assert self._parts is not None
         (hidden, gathered, total), self._parts = self._parts, None
         buffer = self._buffer
-        if buffer is not None and self._is_grad and not _is_its_grad(buffer, self._leaf):
+        if buffer is not None and self._is_grad and not _is_held_as("grad", buffer, self._leaf):
             raise InvalidInputError(
                 "weight_grad: it was weight.grad when the scores were made, and is not any more; the gradient"
                 " would be lost. Call zero_grad before, or with set_to_none=False"
@@ -258,7 +258,7 @@ class WeightGradSink:
         weight = self._leaf
         if weight is None or not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        if not _is_main_grad(buffer, weight):
+        if not _is_held_as("main_grad", buffer, weight):
             return None
         weight.grad_added_to_main_grad = True
         no_id = torch.empty((1, 0), dtype=torch.int64, device=weight.device)
@@ -298,7 +298,9 @@ def _buffer_of(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: t
             f"weight_grad: got shape {tuple(weight_grad.shape)} and layout {weight_grad.layout},"
             f" expected a dense {tuple(weight.shape)}, as weight"
         )
-    overwrites = getattr(weight, "overwrite_main_grad", False) and _is_main_grad(weight_grad, weight)
+    overwrites = getattr(weight, "overwrite_main_grad", False) and _is_held_as(
+        "main_grad", weight_grad, weight
+    )
     problems = {
         "got a buffer for a weight that is computed from parameters, which would get no gradient; use"
         " 'dense', or pass the parameter itself": weight.requires_grad and not weight.is_leaf,
@@ -322,12 +324,10 @@ def _buffer_of(weight_grad: WeightGrad, weight: Tensor, hidden: Tensor, dtype: t
     return weight_grad
 
 
-def _is_its_grad(buffer: Tensor, leaf: Tensor | None) -> bool:
-    """Return whether `buffer` is `leaf.grad`, or shares memory with `leaf.grad`."""
-    grad = None if leaf is None else leaf.grad
-    if grad is None or grad.layout != torch.strided:
-        return False
-    return buffer is grad or _share_memory(buffer, grad)
+def _is_held_as(name: str, buffer: Tensor, weight: Tensor | None) -> bool:
+    """Return whether `buffer` is the weight's `grad` or `main_grad`, or a view of all of it."""
+    held = getattr(weight, name, None)
+    return isinstance(held, Tensor) and held.layout == torch.strided and held.data_ptr() == buffer.data_ptr()
 
 
 def _share_memory(left: Tensor, right: Tensor) -> bool:
@@ -336,24 +336,18 @@ def _share_memory(left: Tensor, right: Tensor) -> bool:
     for tensor in (left, right):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         has_memory = tensor.numel() > 0 and tensor.data_ptr() != 0
-        length = (last + 1) * tensor.itemsize if has_memory else 0
-        ranges.append(range(tensor.data_ptr(), tensor.data_ptr() + length))
+        ranges.append(range(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * has_memory))
     return max(ranges[0].start, ranges[1].start) < min(ranges[0].stop, ranges[1].stop)
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
     """Return whether the strides allow two elements of the matrix to share memory."""
-    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride()
-    if rows <= 1 or columns <= 1:
-        return (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)
-    by_rows = column_stride > 0 and row_stride >= column_stride * columns
-    by_columns = row_stride > 0 and column_stride >= row_stride * rows
-    return not (by_rows or by_columns)
-
-
-def _is_main_grad(buffer: Tensor, weight: Tensor) -> bool:
-    main_grad = getattr(weight, "main_grad", None)
-    return isinstance(main_grad, Tensor) and main_grad.data_ptr() == buffer.data_ptr()
+    least = 1
+    for stride, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):
+        if size > 1 and stride < least:
+            return True
+        least = max(least, stride * size)
+    return False
 
 
 def check_tensors(targets: Tensor | None, **tensors: Tensor | None) -> torch.dtype:
@@ -492,25 +486,13 @@ def _add_rows(out: Tensor, rows: Tensor, values: Tensor) -> None:
 
 def _sampled_product(left: Tensor, left_rows: Tensor, right: Tensor, right_rows: Tensor) -> Tensor:
     """Compute only some elements of `left @ right.T`, in one torch operation. `left_rows` must ascend."""
-    _suppress_sparse_csr_warning()
+    suppress_warnings()
     bounds = torch.searchsorted(left_rows, torch.arange(len(left) + 1))
     pattern = torch.sparse_csr_tensor(
         bounds, right_rows, left.new_zeros(len(right_rows)), (len(left), len(right)), check_invariants=False
     )
     product: Tensor = torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0)
     return product.values()
-
-
-@functools.cache
-def _suppress_sparse_csr_warning() -> None:
-    """Trigger and suppress torch's warning about sparse CSR tensors.
-
-    Torch gives the warning once per process. `catch_warnings` is not thread-safe, so this function is cached
-    and runs only once.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
 
 
 def _bags(source: Tensor, source_rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:

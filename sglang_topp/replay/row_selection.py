@@ -10,9 +10,10 @@ The concatenated candidate sets, response ids, and masks have one entry per resp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,12 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sglang_topp.candidates import CandidateSets
-from sglang_topp.candidates.csr_operations import first_true, integer_array, offsets_of
+from sglang_topp.candidates.csr_operations import Int64Array, first_true, integer_array, offsets_of
 from sglang_topp.candidates.torch_tensors import to_device, to_numpy
 from sglang_topp.errors import InvalidInputError
 from sglang_topp.replay.candidate_index import reduce_sum
-
-Int64Array: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,13 @@ class Layout:
                     )
                 object.__setattr__(self, name, tuple(_lengths(name, getattr(self, name)).tolist()))
         if self.cu_seqlens is not None:
-            edges, multiple = np.array(self.cu_seqlens), self._num_parts if self.split == "zigzag" else 1
-            if not len(edges) or edges[0] or (np.diff(edges) < 0).any():
+            edges: list[int] = np.array(self.cu_seqlens).tolist()
+            multiple = self._num_parts if self.split == "zigzag" else 1
+            if not edges or edges[0] or edges != sorted(edges):
                 raise InvalidInputError(
                     f"cu_seqlens: got {self.cu_seqlens}, expected to rise from 0 to the stream's length"
                 )
-            if (edges % multiple).any() or edges[-1] % self.cp_size:
+            if math.gcd(*edges) % multiple or edges[-1] % self.cp_size:
                 raise InvalidInputError(
                     f"cu_seqlens: got {self.cu_seqlens}, expected multiples of {multiple} that end in a"
                     f" multiple of {self.cp_size}, which {self.split} context parallelism over"
@@ -326,8 +326,11 @@ class RowSelection:
         if values.shape != (len(self),):
             raise InvalidInputError(f"values: got shape {tuple(values.shape)}, expected [{len(self)}]")
         index = self._on("positions", values.device)
-        result: Tensor = values.new_zeros(len(self.scored)).index_copy(0, index, values)
-        return result if cp_group is None else _Sum.apply(result, cp_group)
+        everywhere = values.new_zeros(len(self.scored))
+        if cp_group is not None:
+            everywhere = reduce_sum(everywhere.index_copy(0, index, values.detach()), cp_group)
+        # No other rank scores these positions, so their sums are `values`, through which the gradient flows.
+        return everywhere.index_copy(0, index, values)
 
     def _on(self, name: str, device: torch.device) -> Tensor:
         """Return one of the index arrays on `device`. The first call copies it, without waiting."""
@@ -342,16 +345,6 @@ class RowSelection:
             raise InvalidInputError(
                 f"{name}: got {length}, expected one per response position, {len(self.scored)}"
             )
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        return reduce_sum(values.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
@@ -373,7 +366,7 @@ def as_bool_mask(loss_mask: ArrayLike, num_positions: int) -> NDArray[np.bool_]:
 
 
 def _lengths(name: str, lengths: ArrayLike) -> Int64Array:
-    array = integer_array(name, to_numpy(lengths), "integers [B]")
+    array = integer_array(name, lengths, "integers [B]")
     if (array < 0).any():
         raise InvalidInputError(f"{name}: got {array.min()}, expected 0 or more")
     return array.astype(np.int64)

@@ -164,7 +164,7 @@ def score(
     return _score(policy, tensors, targets, sets, entropy, full, per_candidate, kl_to)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
 def score_logits(
     logits: Tensor,
     targets: Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -124,16 +123,6 @@ def test_rl_does_not_share_memory_with_its_inputs() -> None:
     batch = collate_rl(**{**columns, "rewards": [rewards]}, pad_token_id=PAD)
     batch["rewards"].zero_()
     assert rewards.tolist() == pytest.approx(columns["rewards"][0])
-
-
-def test_rl_warns_about_a_long_sample_and_does_not_truncate_it() -> None:
-    columns = rl_columns()
-    with pytest.warns(UserWarning, match=r"sample 1 has 7 tokens, more than max_seq_len 6"):
-        batch = collate_rl(**columns, pad_token_id=PAD, max_seq_len=6)
-    assert batch["sequences"].shape == (2, 7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        collate_rl(**columns, pad_token_id=PAD, max_seq_len=7)
 
 
 def rl_columns(one_sample: bool = False) -> dict[str, Any]:

@@ -190,9 +190,3 @@ def test_a_set_of_another_rollout_is_refused(rollouts: list[Rollout]) -> None:
     short = [CandidateSets.empty(2), *(one.candidates for one in rollouts[1:])]
     with pytest.raises(InvalidInputError, match=r"candidates\[0\]: got 2 values, expected 3"):
         collate_rollouts(rollouts, [0, 0, 0], candidates=short, pad_token_id=PAD)
-
-
-def test_the_warning_points_to_the_caller(rollouts: list[Rollout]) -> None:
-    with pytest.warns(UserWarning, match="more than max_seq_len 6") as caught:
-        collate_rollouts(rollouts, [0, 0, 0], pad_token_id=PAD, max_seq_len=6)
-    assert caught[0].filename == __file__

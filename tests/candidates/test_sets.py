@@ -421,8 +421,8 @@ WRAPPING = 2**63 - 1
         ("token_ids", {"token_ids": [[5, 2, 9, 7]]}, "got 2 dimensions"),
         ("token_ids", {"token_ids": [[5], [2, 9]]}, "one number per entry"),
         ("token_ids", {"token_ids": [5.0, 2.0, 9.0, 7.0]}, "got dtype float64, expected integers"),
-        ("token_ids", {"token_ids": [5, 2, 2**31, 7]}, "got values outside int32"),
-        ("token_ids", {"token_ids": np.array([5, 2, 2**63, 7], np.uint64)}, "got values outside int32"),
+        ("token_ids", {"token_ids": [5, 2, 2**31, 7]}, "that int32 can hold"),
+        ("token_ids", {"token_ids": np.array([5, 2, 2**63, 7], np.uint64)}, "that int32 can hold"),
         ("token_ids", {"token_ids": [5, 2, 2**70, 7]}, "got dtype object"),
         ("token_ids", {"token_ids": ["5", "2", "9", "7"]}, "got dtype <U1"),
         ("token_ids", {"token_ids": [True, False, True, True]}, "got dtype bool"),
@@ -458,7 +458,7 @@ WRAPPING = 2**63 - 1
         ("sampled_ids", {"sampled_ids": [2, -1, 5]}, "5 is not among the 1 candidates at position 2"),
         ("sampled_ids", {"sampled_ids": [2, -1, NO_TOKEN]}, "-1 is not among the 1 candidates"),
         ("sampled_ids", {"sampled_ids": [2, -2, 7]}, "got -2 at position 1, expected a token id"),
-        ("sampled_ids", {"sampled_ids": [2, 2**40, 7]}, "got values outside int32"),
+        ("sampled_ids", {"sampled_ids": [2, 2**40, 7]}, "that int32 can hold"),
     ],
 )
 def test_invalid_arrays_are_named(field, change, message):

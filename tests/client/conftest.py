@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +21,13 @@ import pytest
 import uvicorn
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_client import Rollout, Score, retry_policy
+from sglang_topp_client import Rollout, Score, load_rollouts, retry_policy, save_rollouts
 from sglang_topp_client.rollout import write_spans
 from sglang_topp_client.transport.http import frame_head
-from sglang_topp_client.wire.records import to_frame, to_record
+from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
 
 NUM_TOKENS = 3
+NDJSON = "application/x-ndjson"
 
 
 @dataclass
@@ -53,19 +59,35 @@ class Reply:
 
     async def json(self, body: Any, status: int = 200, **headers: str) -> None:
         await self.start(status, content_type="application/json", **headers)
-        await self.write(json.dumps(body).encode())
+        await self.write(b"" if status == 204 else json.dumps(body).encode())  # a 204 has no body
         await self.end()
 
     async def event(self, chunk: Any) -> None:
-        await self.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await self.write(events_of(chunk))
 
-    async def line(self, record: Any) -> None:
-        await self.write(json.dumps(record).encode() + b"\n")
+    async def done(self) -> None:
+        """End a stream of events."""
+        await self.write(DONE)
+        await self.end()
+
+    async def events(self, *chunks: Any) -> None:
+        """Answer with these events."""
+        await self.start()
+        for chunk in chunks:
+            await self.event(chunk)
+        await self.done()
 
     async def hung_up(self) -> None:
         """Wait until the client has closed the connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def events_of(*chunks: Any) -> bytes:
+    return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in chunks)
 
 
 Handler = Callable[[Asked, Reply], Awaitable[None]]
@@ -100,6 +122,24 @@ class FakeServer:
     def aborted(self) -> list[str]:
         return [asked.body["rid"] for asked in self.of("/abort_request")]
 
+    @contextmanager
+    def serve(self, **options: Any) -> Iterator[str]:
+        """Run a uvicorn in a thread, and yield its address."""
+        config = uvicorn.Config(
+            self.app, host="127.0.0.1", port=0, timeout_graceful_shutdown=1, **(UVICORN | options)
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "uvicorn did not start"
+            time.sleep(0.01)
+        try:
+            yield f"http{'s' * config.is_ssl}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         raw, more = b"", True
         while more:
@@ -125,31 +165,7 @@ class FakeServer:
             self.in_flight -= 1
 
 
-class _Uvicorn:
-    def __init__(self, app: Any, **options: Any) -> None:
-        options = {
-            "log_level": "critical",
-            "lifespan": "off",
-            "interface": "asgi3",
-            "ws": "none",
-            "backlog": 2048,
-            **options,
-        }
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, timeout_graceful_shutdown=1, **options)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive(), "uvicorn did not start"
-            time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
+UVICORN = {"log_level": "critical", "lifespan": "off", "interface": "asgi3", "ws": "none", "backlog": 2048}
 
 
 # -- what an engine answers ------------------------------------------------------------------------
@@ -185,9 +201,12 @@ def sample(prompt: Any, index: int, num_tokens: int = NUM_TOKENS) -> Rollout:
 
 
 def chunk(
-    made: Rollout, *, start: int = 0, stop: int | None = None, first_token_only: bool = False
+    made: Rollout, *, start: int = 0, stop: int | None = None, first_token_only: bool = False, **meta: Any
 ) -> dict[str, Any]:
-    """Return SGLang's chunk of positions `start:stop` of `made`. With `first_token_only` it is unfinished."""
+    """Return SGLang's chunk of positions `start:stop` of `made`. With `first_token_only` it is unfinished.
+
+    `meta` changes fields of its `meta_info`.
+    """
     assert made.candidates is not None
     stop = 1 if first_token_only else stop
     part = made.candidates[start : len(made.output_ids) if stop is None else stop]
@@ -211,6 +230,7 @@ def chunk(
                 for logprob, token in zip(made.logprobs[start:stop], ids, strict=True)
             ],
             **formats.encode_top_p("output", part.token_ids, part.logprobs, part.sizes.tolist()),
+            **meta,
         },
     }
 
@@ -221,26 +241,19 @@ def score(sequence: Any, start: int = 1) -> Score:
     made = sample(token_ids.tolist(), 0, len(token_ids))
     # The set of each position holds the sequence's token instead of the drawn token.
     sets = made.candidates[start:]
-    scored = token_ids[start:]
-    ids = sets.token_ids + 1000
     at = np.repeat(np.arange(len(sets)), sets.sizes)
     is_drawn = sets.token_ids == sets.sampled_ids[at]
-    ids[is_drawn] = scored
+    ids = np.where(is_drawn, token_ids[start:][at], sets.token_ids + 1000)
     return Score(
         sequence_index=0,
         request_id=f"engine-{token_ids.tolist()}",
         token_ids=token_ids,
         start=start,
         logprobs=made.logprobs[start:],
-        candidates=_in_order(ids, sets.logprobs, sets.offsets, scored),
+        candidates=CandidateSets(ids, sets.logprobs, sets.offsets, token_ids[start:]),
         weight_version="step-7",
         cached_tokens=1,
     )
-
-
-def _in_order(ids: Any, logprobs: Any, offsets: Any, sampled_ids: Any) -> CandidateSets:
-    order = np.lexsort((ids, -logprobs, np.repeat(np.arange(len(sampled_ids)), np.diff(offsets))))
-    return CandidateSets(ids[order], logprobs[order], offsets, sampled_ids)
 
 
 def score_chunk(made: Score) -> dict[str, Any]:
@@ -270,154 +283,297 @@ def score_chunk(made: Score) -> dict[str, Any]:
     }
 
 
-async def answer_score(asked: Asked, reply: Reply) -> None:
-    """Answer like a patched engine."""
-    body = asked.body
-    assert body["sampling_params"]["max_new_tokens"] == 0
-    made = score(body.get("text") or body["input_ids"], body["logprob_start_len"] + 1)
-    await reply.start()
-    await reply.event(score_chunk(made))
-    await reply.write(b"data: [DONE]\n\n")
-    await reply.end()
+def prompt_of(body: Any) -> Any:
+    return body.get("text") or body["input_ids"]
 
 
 async def answer_generate(asked: Asked, reply: Reply) -> None:
-    """Answer like a patched engine: first tokens, then complete samples in reverse order."""
+    """Answer like a patched engine: first tokens, then complete samples in reverse order; or a score."""
     body = asked.body
     if "logprob_start_len" in body:
-        return await answer_score(asked, reply)
-    n = body["sampling_params"]["n"]
-    made = [sample(body.get("text") or body["input_ids"], index) for index in range(n)]
-    await reply.start()
-    for one in made:
-        await reply.event(chunk(one, first_token_only=True))
-    for one in reversed(made):
-        await reply.event(chunk(one))
-    await reply.write(b"data: [DONE]\n\n")
-    await reply.end()
+        assert body["sampling_params"]["max_new_tokens"] == 0
+        return await reply.events(score_chunk(score(prompt_of(body), body["logprob_start_len"] + 1)))
+    made = [sample(prompt_of(body), index) for index in range(body["sampling_params"]["n"])]
+    meta = {"resumed_tokens": body["resumed_tokens"]} if "resumed_tokens" in body else {}
+    first = [chunk(one, first_token_only=True, **meta) for one in made]
+    await reply.events(*first, *(chunk(one, **meta) for one in reversed(made)))
 
 
-async def answer_rollouts(asked: Asked, reply: Reply) -> None:
-    """Answer like a sidecar."""
-    await reply.start(content_type="application/x-ndjson")
-    count = 0
-    for record in records(asked.body):
-        await reply.line(record)
-        count += 1
-    await reply.line({"done": True, "rollouts": count})
-    await reply.end()
-
-
-def scores(body: Any) -> Iterator[Score]:
-    for index, (sequence, start) in enumerate(zip(body["sequences"], body["start"], strict=True)):
-        yield replace(score(sequence, start), sequence_index=index)
-
-
-async def answer_scores(asked: Asked, reply: Reply) -> None:
-    """Answer like a sidecar, in JSON lines."""
-    await reply.start(content_type="application/x-ndjson")
-    made = list(scores(asked.body))
-    for one in made:
-        await reply.line(to_record(one))
-    await reply.line({"done": True, "scores": len(made)})
-    await reply.end()
-
-
-async def answer_score_frames(asked: Asked, reply: Reply) -> None:
-    """Answer like a sidecar, in frames."""
-    await reply.start(content_type=asked.headers["accept"].partition(",")[0])
-    made = [framed(to_frame(one)) for one in scores(asked.body)]
-    for frame in [*made, framed(json.dumps({"done": True, "scores": len(made)}).encode())]:
-        await reply.write(frame)
-    await reply.end()
-
-
-async def answer_frames(asked: Asked, reply: Reply) -> None:
-    """Answer like a current sidecar: in frames, the first media type that the client accepts."""
-    await reply.start(content_type=asked.headers["accept"].partition(",")[0])
-    made = list(framed_samples(asked.body))
-    for frame in [*made, framed(json.dumps({"done": True, "rollouts": len(made)}).encode())]:
-        await reply.write(frame)
-    await reply.end()
-
-
-def framed_samples(body: Any) -> Iterator[bytes]:
-    for prompt_index, prompt in enumerate(body["prompts"]):
-        for index in range(body["sampling_params"]["n"]):
-            made = replace(sample(prompt, index), prompt_index=prompt_index)
-            yield framed(to_frame(made))
+def results_of(body: Any) -> list[Any]:
+    """Return the rollouts or scores that a sidecar answers this body with."""
+    if "sequences" in body:
+        pairs = enumerate(zip(body["sequences"], body["start"], strict=True))
+        return [replace(score(sequence, start), sequence_index=i) for i, (sequence, start) in pairs]
+    return [
+        replace(sample(prompt, index), prompt_index=i)
+        for i, prompt in enumerate(body["prompts"])
+        for index in range(body["sampling_params"]["n"])
+    ]
 
 
 def framed(raw: bytes) -> bytes:
     return frame_head(len(raw)) + raw
 
 
-def records(body: Any) -> Iterator[dict[str, Any]]:
-    params = body["sampling_params"]
-    for prompt_index, prompt in enumerate(body["prompts"]):
-        one = params if isinstance(params, dict) else params[prompt_index]
-        for index in range(one["n"]):
-            yield to_record(sample(prompt, index)) | {"prompt_index": prompt_index}
+def encoded(results: list[Any], *, in_frames: bool = False, is_whole: bool = True) -> bytes:
+    """Return a sidecar's messages for these results, with the final one if `is_whole`."""
+    messages = [to_frame(one) if in_frames else json.dumps(to_record(one)).encode() for one in results]
+    if is_whole:
+        noun = "scores" if isinstance(results[0], Score) else "rollouts"
+        messages.append(json.dumps({"done": True, noun: len(results)}).encode())
+    return b"".join(framed(message) if in_frames else message + b"\n" for message in messages)
 
 
-async def _accept(asked: Asked, reply: Reply) -> None:
-    await reply.start()
-    await reply.end()
+async def answer_lines(asked: Asked, reply: Reply) -> None:
+    """Answer like an old sidecar, in JSON lines."""
+    await sends_bytes(encoded(results_of(asked.body)), NDJSON)(asked, reply)
+
+
+async def answer_frames(asked: Asked, reply: Reply) -> None:
+    """Answer like a current sidecar: in frames, the first media type that the client accepts."""
+    media_type = asked.headers["accept"].partition(",")[0]
+    await sends_bytes(encoded(results_of(asked.body), in_frames=True), media_type)(asked, reply)
+
+
+def answers(body: Any, code: int = 200, **headers: str) -> Handler:
+    """Make a handler that answers with JSON."""
+
+    async def handler(asked: Asked, reply: Reply) -> None:
+        await reply.json(body, code, **headers)
+
+    return handler
+
+
+def status(code: int, message: str = "scripted", **headers: str) -> Handler:
+    """Make a handler that answers with an HTTP status."""
+    return answers({"error": {"message": message}}, code, **headers)
+
+
+def sends_bytes(
+    content: bytes | Callable[[Any], bytes],
+    content_type: str = "text/event-stream",
+    *,
+    code: int = 200,
+    ends: bool = True,
+) -> Handler:
+    """Make a handler that sends bytes, or what a function makes of the body, and then ends or is cut off."""
+
+    async def handler(asked: Asked, reply: Reply) -> None:
+        await reply.start(code, content_type=content_type)
+        await reply.write(content if isinstance(content, bytes) else content(asked.body))
+        if not ends:
+            raise Cut
+        await reply.end()
+
+    return handler
+
+
+def by_request(choose: Callable[[Asked], Handler]) -> Handler:
+    """Make a handler that answers as the handler that `choose` returns for the request."""
+
+    async def handler(asked: Asked, reply: Reply) -> None:
+        await choose(asked)(asked, reply)
+
+    return handler
+
+
+def held_until(condition: Callable[[], Any], handler: Handler = answer_generate) -> Handler:
+    """Make a handler that answers as another one does, once the condition is true."""
+
+    async def wait(asked: Asked, reply: Reply) -> None:
+        await until(condition)
+        await handler(asked, reply)
+
+    return wait
+
+
+def sends(*chunks: Any) -> Handler:
+    """Make a handler that answers with these events."""
+    return sends_bytes(events_of(*chunks) + DONE)
+
+
+def altered(handler: Handler, change: Callable[[Any], None]) -> Handler:
+    """Make a handler that answers as another one does, after `change` was called with each event."""
+
+    async def handle(asked: Asked, reply: Reply) -> None:
+        event = reply.event
+
+        async def send(chunk: Any) -> None:
+            change(chunk)
+            await event(chunk)
+
+        reply.event = send  # type: ignore[method-assign]  # this reply alone gets it
+        await handler(asked, reply)
+
+    return handle
+
+
+async def silent(asked: Asked, reply: Reply) -> None:
+    """Answer nothing until the client disconnects."""
+    await reply.hung_up()
+
+
+accept = sends_bytes(b"")
+
+
+def bits(result: Rollout | Score) -> dict[str, Any]:
+    """Return every field in a form that is equal only if all bits are."""
+    values = {each.name: getattr(result, each.name) for each in fields(result)}
+    if (sets := values.pop("candidates")) is not None:
+        values |= {"ids": sets.token_ids, "offsets": sets.offsets, "sampled_ids": sets.sampled_ids}
+        values |= {"set_logprobs": sets.logprobs} if sets.has_logprobs else {}
+    for name, one in values.pop("token_fields", {}).items():
+        values |= {f"{name} from": one.start, name: one.values}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            values[name] = (value.dtype, value.shape, value.tobytes())
+        elif isinstance(value, float):
+            values[name] = value.hex()
+    return values
+
+
+def through_json(result: Any, **options: Any) -> Any:
+    return from_record(type(result), json.loads(json.dumps(to_record(result))), **options)
+
+
+def through_a_frame(result: Any) -> Any:
+    return from_frame(type(result), to_frame(result), max_bytes=1 << 20)
+
+
+def through_a_file(*results: Rollout) -> list[Rollout]:
+    with tempfile.TemporaryDirectory() as folder:
+        save_rollouts(f"{folder}/rollouts.parquet", results)
+        return list(load_rollouts(f"{folder}/rollouts.parquet"))
+
+
+def without_tokens(made: Rollout) -> Rollout:
+    empty = {name: getattr(made, name)[:0] for name in ("output_ids", "logprobs", "candidates")}
+    return replace(made, weight_spans=(), **empty)
+
+
+def changed(value: Any, path: Sequence[Any], new: Any) -> Any:
+    """Return a copy of a JSON value with `new` at a place, or what the function `new` makes of it there.
+
+    `...` removes what is there.
+    """
+    value = holder = copy.deepcopy(value)
+    *way, last = path
+    for key in way:
+        holder = holder[key]
+    if new is ...:
+        del holder[last]
+    else:
+        holder[last] = new(holder[last]) if callable(new) else new
+    return value
+
+
+def without_sets(answer: Any) -> Any:
+    """Take the sets out of an engine's answer, and return it."""
+    meta = answer["meta_info"]
+    answer["meta_info"] = {name: value for name, value in meta.items() if "_top_p_" not in name}
+    return answer
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def run_python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, which must succeed, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 # -- fixtures --------------------------------------------------------------------------------------
 
 
+ENGINE = {
+    "/generate": answer_generate,
+    "/abort_request": accept,
+    "/server_info": answers({"version": "0.5.23"}),
+}
+SIDECAR = {
+    "/rollouts": answer_lines,
+    "/scores": answer_frames,
+    "/info": answers({"service": "sglang-topp", "ready": True}),
+    "/abort": answers({"status": "ok", "aborted": 0}),
+}
+
+
+@contextmanager
+def serving(paths: dict[str, Handler]) -> Iterator[FakeServer]:
+    """A server with these routes, of which the first is the main one."""
+    server = FakeServer(next(iter(paths)), dict(paths))
+    with server.serve() as server.url:
+        yield server
+
+
 @pytest.fixture
 def engine() -> Iterator[FakeServer]:
     """A server with SGLang's routes."""
-
-    async def info(asked: Asked, reply: Reply) -> None:
-        await reply.json({"version": "0.5.23"})
-
-    paths = {"/generate": answer_generate, "/abort_request": _accept, "/server_info": info}
-    server = FakeServer("/generate", paths)
-    with _Uvicorn(server.app) as server.url:
+    with serving(ENGINE) as server:
         yield server
 
 
 @pytest.fixture
 def sidecar() -> Iterator[FakeServer]:
     """A server with the sidecar's routes."""
-
-    async def info(asked: Asked, reply: Reply) -> None:
-        await reply.json({"service": "sglang-topp", "ready": True})
-
-    async def abort(asked: Asked, reply: Reply) -> None:
-        await reply.json({"status": "ok", "aborted": 0})
-
-    paths = {
-        "/rollouts": answer_rollouts,
-        "/scores": answer_score_frames,
-        "/info": info,
-        "/abort": abort,
-    }
-    server = FakeServer("/rollouts", paths)
-    with _Uvicorn(server.app) as server.url:
+    with serving(SIDECAR) as server:
         yield server
 
 
+@pytest.fixture(params=["engine", "sidecar"])
+def served(request: pytest.FixtureRequest) -> FakeServer:
+    """A server of each kind."""
+    server: FakeServer = request.getfixturevalue(request.param)
+    return server
+
+
 @pytest.fixture
-def hang(request: pytest.FixtureRequest) -> Handler:
+def start_servers() -> Iterator[Callable[..., list[FakeServer]]]:
+    """`start_servers(count, paths)`: several servers with the same routes."""
+    with ExitStack() as stack:
+        yield lambda count, paths=ENGINE: [stack.enter_context(serving(paths)) for _ in range(count)]
+
+
+@contextmanager
+def no_server() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def hang(engine: FakeServer) -> Handler:
     """Send the first tokens, and then nothing until the client disconnects. Count the disconnects."""
 
     async def handler(asked: Asked, reply: Reply) -> None:
-        server: FakeServer = request.getfixturevalue("engine")
+        n = asked.body["sampling_params"]["n"]
+        # SGLang keeps the caller's id for a single sample only.
+        meta = {"id": asked.body["rid"]} if n == 1 else {}
         await reply.start()
-        for index in range(asked.body["sampling_params"]["n"]):
-            made = sample(asked.body.get("text") or asked.body["input_ids"], index)
-            one = chunk(made, first_token_only=True)
-            if asked.body["sampling_params"]["n"] == 1:
-                # SGLang keeps the caller's id for a single sample only.
-                one["meta_info"]["id"] = asked.body["rid"]
-            await reply.event(one)
+        for index in range(n):
+            await reply.event(chunk(sample(prompt_of(asked.body), index), first_token_only=True, **meta))
         await reply.hung_up()
-        server.hang_ups += 1
+        engine.hang_ups += 1
 
     return handler
 
@@ -434,53 +590,33 @@ async def no_leftovers() -> AsyncIterator[None]:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.fixture
-def fakes() -> Any:
-    """Return this module, because pytest's import mode gives tests no way to import its helpers."""
-    return _Fakes
+@asynccontextmanager
+async def raw_server(handle: Callable[..., Awaitable[None]], **options: Any) -> AsyncIterator[str]:
+    """Run a socket server. `handle(number, reader, writer)` gets every connection and its number."""
+    connections: list[Any] = []
 
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.current_task())
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await handle(len(connections), reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
-@pytest.fixture(scope="session")
-def fakes_once() -> Any:
-    """Do the same for tests that Hypothesis calls many times with one fixture."""
-    return _Fakes
-
-
-class _Fakes:
-    Cut = Cut
-    Uvicorn = _Uvicorn
-    FakeServer = FakeServer
-    NUM_TOKENS = NUM_TOKENS
-    sample = staticmethod(sample)
-    chunk = staticmethod(chunk)
-    records = staticmethod(records)
-    answer_generate = staticmethod(answer_generate)
-    answer_rollouts = staticmethod(answer_rollouts)
-    answer_frames = staticmethod(answer_frames)
-    score = staticmethod(score)
-    scores = staticmethod(scores)
-    score_chunk = staticmethod(score_chunk)
-    score_line = staticmethod(to_record)
-    answer_scores = staticmethod(answer_scores)
-    answer_score_frames = staticmethod(answer_score_frames)
-    framed_samples = staticmethod(framed_samples)
-    framed = staticmethod(framed)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, **options)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        await asyncio.gather(*connections)
 
 
 @asynccontextmanager
 async def hung_server() -> AsyncIterator[str]:
     """A server that accepts connections and never answers anything."""
-    connections: list[Any] = []
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(asyncio.current_task())
-        with suppress(ConnectionError):
-            while await reader.read(65536):
-                pass
-        writer.close()
+    async def read(number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            pass
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        server.close()
-        await asyncio.gather(*connections)
+    async with raw_server(read, backlog=1024) as url:
+        yield url

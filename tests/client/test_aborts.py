@@ -11,8 +11,9 @@ from contextlib import aclosing, suppress
 import pytest
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, RolloutClient, servers
-from tests.client.conftest import hung_server
+from sglang_topp_client import AsyncRolloutClient, RolloutClient, aborts
+from tests.client import conftest as fakes
+from tests.client.conftest import hung_server, silent, status, until
 
 # Tolerance for a loaded machine; otherwise the times are some hundredths of a second.
 SLACK_S = 2.5
@@ -33,12 +34,6 @@ def slow_aborts(engine):
     return answered
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("num_prompts", [1, 200])
 async def test_a_time_limit_holds(num_prompts):
     async with hung_server() as url, AsyncRolloutClient(url, kind="sglang") as client:
@@ -54,13 +49,11 @@ async def test_a_cancellation_is_immediate(num_prompts):
         task = asyncio.create_task(client.generate([[1]] * num_prompts))
         await asyncio.sleep(0.5)
         start = time.monotonic()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await fakes.cancel(task)
         assert time.monotonic() - start < SLACK_S
 
 
-async def test_the_time_limit_is_the_callers_while_it_looks_at_samples(engine, hang, fakes):
+async def test_the_time_limit_is_the_callers_while_it_looks_at_samples(engine, hang):
     """The time limit passes between two samples. The calls end then, not when the caller reads again."""
     engine.script += [fakes.answer_generate, hang]
     async with (
@@ -73,11 +66,8 @@ async def test_the_time_limit_is_the_callers_while_it_looks_at_samples(engine, h
             await anext(rollouts)
 
 
-async def test_leaving_a_stream_is_immediate(engine, hang, fakes, slow_aborts):
-    async def never(asked, reply):
-        await reply.hung_up()
-
-    engine.paths["/abort_request"] = never
+async def test_leaving_a_stream_is_immediate(engine, hang, slow_aborts):
+    engine.paths["/abort_request"] = silent
     engine.script += [fakes.answer_generate, hang]
     async with AsyncRolloutClient(engine.url, kind="sglang") as client:
         rollouts = client.stream([[5], [6]])
@@ -93,9 +83,7 @@ async def test_close_waits_for_the_aborts(engine, hang, slow_aborts):
     client = AsyncRolloutClient(engine.url, kind="sglang")
     task = asyncio.create_task(client.generate([[5], [6]]))
     await until(lambda: len(engine.calls) == 2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await fakes.cancel(task)
     assert slow_aborts == []
     running = asyncio.create_task(client.generate([7]))
     await until(lambda: len(engine.calls) == 3)
@@ -113,7 +101,7 @@ async def test_close_waits_at_most_three_seconds():
             await client.generate([[1]] * 20, timeout_s=0.2)
         start = time.monotonic()
         await client.close()
-        assert time.monotonic() - start < servers._ABORT_TIMEOUT_S + SLACK_S
+        assert time.monotonic() - start < aborts._TIMEOUT_S + SLACK_S
         assert len(asyncio.all_tasks()) <= 1 + 20 * 2  # this test's task, and the server's
 
 
@@ -128,13 +116,9 @@ async def test_abort_by_name_waits_for_the_delivery(engine, hang, slow_aborts):
             await task
 
 
-async def test_a_retry_does_not_wait_for_the_abort_of_the_failed_call(engine, fakes, slow_aborts):
-    async def cut(asked, reply):
-        await reply.start()
-        await reply.event(fakes.chunk(fakes.sample([5], 0), first_token_only=True))
-        raise fakes.Cut
-
-    engine.script.append(cut)
+async def test_a_retry_does_not_wait_for_the_abort_of_the_failed_call(engine, slow_aborts):
+    first = fakes.events_of(fakes.chunk(fakes.sample([5], 0), first_token_only=True))
+    engine.script.append(fakes.sends_bytes(first, ends=False))
     async with AsyncRolloutClient(engine.url, kind="sglang") as client:
         assert len(await client.generate([5])) == 1
         assert slow_aborts == []
@@ -142,17 +126,12 @@ async def test_a_retry_does_not_wait_for_the_abort_of_the_failed_call(engine, fa
 
 
 async def test_an_engine_that_refuses_an_abort_gets_it_once(engine, hang):
-    async def refuse(asked, reply):
-        await reply.json({"error": "no"}, 500)
-
-    engine.paths["/abort_request"] = refuse
+    engine.paths["/abort_request"] = status(500)
     engine.script.append(hang)
     async with AsyncRolloutClient(engine.url, kind="sglang") as client:
         task = asyncio.create_task(client.generate([5]))
         await until(lambda: len(engine.calls) == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await fakes.cancel(task)
     assert len(engine.aborted) == 1
 
 
@@ -160,7 +139,7 @@ async def test_an_engine_that_refuses_an_abort_gets_it_once(engine, hang):
 
 SCRIPT = """
 import asyncio, contextlib, signal, sys
-from sglang_topp_client import AsyncRolloutClient
+from sglang_topp_client import AsyncRolloutClient, RolloutClient
 from sglang_topp.errors import RequestTimeoutError
 signal.signal(signal.SIGINT, signal.default_int_handler)
 client = AsyncRolloutClient(sys.argv[1], kind="sglang")
@@ -186,19 +165,16 @@ async def still_running():
     task = asyncio.create_task(client.generate([[5], [6]]))
     await both_arrived()
 
-async def interrupted():
-    await client.generate([[5], [6]])
-
 async def hung():
     with contextlib.suppress(RequestTimeoutError):
         await client.generate([[5], [6]], timeout_s=0.3)
 """
 
 
-def run(url, use, interfere=lambda process: None):
+def run(url, code, interfere=lambda process: None):
     """Run code with warnings as errors and asyncio's debug checks. Return its stderr."""
     process = subprocess.Popen(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", f"{SCRIPT}\nasyncio.run({use}())", url],
+        [sys.executable, "-X", "dev", "-W", "error", "-c", f"{SCRIPT}\n{code}", url],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -209,69 +185,62 @@ def run(url, use, interfere=lambda process: None):
     return [line for line in written.splitlines() if not line.startswith("Executing <")]
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("use", ["cancelled", "left_open", "still_running"])
-def test_a_loop_that_ends_sends_its_aborts_first(engine, hang, fakes, slow_aborts, use):
+def test_a_loop_that_ends_sends_its_aborts_first(engine, hang, slow_aborts, use):
     def go_on(process):
-        wait_for(lambda: len(engine.calls) == 2 + (use == "left_open"))
+        fakes.wait_for(lambda: len(engine.calls) == 2 + (use == "left_open"))
         process.stdin.write("\n")
         process.stdin.flush()
 
-    async def first_answers(asked, reply):
-        await (fakes.answer_generate if asked.body["input_ids"] == [4] else hang)(asked, reply)
-
-    engine.paths["/generate"] = first_answers
-    assert run(engine.url, use, go_on) == []
+    engine.paths["/generate"] = fakes.by_request(
+        lambda asked: fakes.answer_generate if asked.body["input_ids"] == [4] else hang
+    )
+    assert run(engine.url, f"asyncio.run({use}())", go_on) == []
     left = {body["rid"] for body in engine.calls if body["input_ids"] != [4]}
     assert set(slow_aborts) == left
     assert len(left) == 2
 
 
-def test_a_loop_that_an_interrupt_ends_sends_its_aborts_first(engine, hang, slow_aborts):
+@pytest.mark.parametrize(
+    "use",
+    [
+        "asyncio.run(client.generate([[5], [6]]))",
+        "RolloutClient(sys.argv[1], kind='sglang').generate([[5], [6]])",
+    ],
+)
+def test_an_interrupt_sends_the_aborts_first(engine, hang, slow_aborts, use):
     def interrupt(process):
-        wait_for(lambda: len(engine.calls) == 2)
+        fakes.wait_for(lambda: len(engine.calls) == 2)
         process.send_signal(signal.SIGINT)
 
     engine.script += [hang] * 2
-    *_, last = run(engine.url, "interrupted", interrupt)
+    *_, last = run(engine.url, use, interrupt)
     assert last == "KeyboardInterrupt"
     assert set(slow_aborts) == {body["rid"] for body in engine.calls}
 
 
 def test_a_loop_that_ends_waits_at_most_three_seconds(engine):
-    async def never(asked, reply):
-        await reply.hung_up()
-
-    engine.paths |= {"/generate": never, "/abort_request": never}
-    assert run(engine.url, "hung") == []
+    engine.paths |= {"/generate": silent, "/abort_request": silent}
+    assert run(engine.url, "asyncio.run(hung())") == []
 
 
 def test_the_synchronous_client_keeps_its_time_limit(engine, hang, slow_aborts):
-    async def never(asked, reply):
-        await reply.hung_up()
-
     engine.script += [hang] * 100
-    engine.paths["/abort_request"] = never
+    engine.paths["/abort_request"] = silent
     with RolloutClient(engine.url, kind="sglang") as client:
         start = time.monotonic()
         with pytest.raises(errors.RequestTimeoutError):
             client.generate([[i] for i in range(50)], timeout_s=1)
         assert time.monotonic() - start < 1 + SLACK_S
         rollouts = client.stream([5], timeout_s=30)
-        caller = threading.Thread(target=lambda: suppressed(next, rollouts))
+
+        def read_on():
+            with suppress(errors.RequestError):
+                next(rollouts)
+
+        caller = threading.Thread(target=read_on)
         caller.start()
         time.sleep(0.3)
         start = time.monotonic()
-    assert time.monotonic() - start < servers._ABORT_TIMEOUT_S + SLACK_S
+    assert time.monotonic() - start < aborts._TIMEOUT_S + SLACK_S
     caller.join()
-
-
-def suppressed(function, *args):
-    with suppress(errors.RequestError):
-        function(*args)

@@ -1,19 +1,21 @@
 """The asynchronous client against real sockets."""
 
 import asyncio
-import json
 import pickle
 import threading
-from contextlib import aclosing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 
 import numpy as np
 import pytest
 import zstandard
 
 from sglang_topp import errors
-from sglang_topp_client import AsyncRolloutClient, Rollout, retry_policy
+from sglang_topp_client import AsyncRolloutClient, Rollout, RolloutClient, retry_policy
 from sglang_topp_client import run as run_module
 from sglang_topp_client.wire.records import MEDIA_TYPES
+from tests.client import conftest as fakes
+from tests.client.conftest import answers, chunk, encoded, held_until, sample, sends_bytes, status, until
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -30,30 +32,13 @@ async def sidecar_client(sidecar):
         yield client
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def status(code, **headers):
-    async def handler(asked, reply):
-        await reply.json({"error": {"message": "scripted"}}, code, **headers)
-
-    return handler
-
-
-def cut_after(fakes, *indices, text=b""):
+def cut_after(*indices, text=b""):
     """Send these samples completely, then `text`, and drop the connection."""
 
-    async def handler(asked, reply):
-        await reply.start()
-        for index in indices:
-            await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], index)))
-        await reply.write(text)
-        raise fakes.Cut
+    def content(body):
+        return fakes.events_of(*(chunk(sample(body["input_ids"], index)) for index in indices)) + text
 
-    return handler
+    return sends_bytes(content, ends=False)
 
 
 def assert_equal(rollout, expected):
@@ -66,7 +51,7 @@ def assert_equal(rollout, expected):
 # -- results -------------------------------------------------------------------------------
 
 
-async def test_all_samples_in_the_order_of_the_prompts(engine, client, fakes):
+async def test_all_samples_in_the_order_of_the_prompts(engine, client):
     prompts = [[i + 1] * (i % 3 + 1) for i in range(40)]
     counts = [i % 4 + 1 for i in range(40)]
 
@@ -79,25 +64,19 @@ async def test_all_samples_in_the_order_of_the_prompts(engine, client, fakes):
     places = [(i, k) for i in range(40) for k in range(counts[i])]
     assert [(r.prompt_index, r.sample_index) for r in rollouts] == places
     for rollout, (i, k) in zip(rollouts, places, strict=True):
-        assert_equal(rollout, fakes.sample(prompts[i], k))
+        assert_equal(rollout, sample(prompts[i], k))
 
 
-async def test_text_prompts(client, fakes):
-    (rollout,) = await client.generate("hello", top_logprobs_p=0.9)
-    assert_equal(rollout, fakes.sample("hello", 0))
-
-
-async def test_each_sample_as_it_finishes(engine, client, fakes):
+async def test_each_sample_as_it_finishes(engine, client):
     release = threading.Event()
 
     async def slow_first_sample(asked, reply):
-        made = [fakes.sample(asked.body["input_ids"], index) for index in range(2)]
+        made = [sample(asked.body["input_ids"], index) for index in range(2)]
         await reply.start()
-        await reply.event(fakes.chunk(made[1]))
+        await reply.event(chunk(made[1]))
         await asyncio.to_thread(release.wait, 10)
-        await reply.event(fakes.chunk(made[0]))
-        await reply.write(b"data: [DONE]\n\n")
-        await reply.end()
+        await reply.event(chunk(made[0]))
+        await reply.done()
 
     engine.script.append(slow_first_sample)
     async with aclosing(client.stream([1, 2], {"n": 2}, top_logprobs_p=0.9)) as rollouts:
@@ -107,56 +86,45 @@ async def test_each_sample_as_it_finishes(engine, client, fakes):
         assert await anext(rollouts, None) is None
 
 
-async def test_large_answers_are_decoded_all_the_same(engine, client, fakes):
-    async def large(asked, reply):
-        await reply.start()
-        await reply.event(fakes.chunk(fakes.sample([1], 0, 6000)))
-        await reply.write(b"data: [DONE]\n\n")
-        await reply.end()
-
-    engine.script.append(large)
-    (rollout,) = await client.generate([1], top_logprobs_p=0.9)
-    assert_equal(rollout, fakes.sample([1], 0, 6000))
-
-
-async def test_wrong_arguments_send_nothing(engine, client):
-    with pytest.raises(errors.InvalidInputError):
-        await client.generate([1], {"n": 0})
-    with pytest.raises(errors.InvalidInputError):
-        client.stream([1], top_logprobs_p=1.5)
-    for timeout_s in (0, -1.0, float("nan"), float("inf"), "5"):
-        with pytest.raises(errors.InvalidInputError, match="timeout_s"):
-            client.stream([1], timeout_s=timeout_s)
-    with pytest.raises(errors.InvalidInputError, match="request_id"):
-        client.stream([1], request_id="")
-    with pytest.raises(errors.InvalidInputError, match="request_id"):
-        await client.abort("")
-    assert engine.asked == []
+async def test_large_answers_are_decoded_all_the_same(engine, client):
+    made = sample("hello", 0, 6000)
+    engine.script.append(fakes.sends(chunk(made)))
+    assert_equal(*await client.generate("hello", top_logprobs_p=0.9), made)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "value", "words"),
     [
-        {"base_url": "localhost:30000"},
-        {"base_url": "ftp://h"},
-        {"base_url": "http://h:99999"},
-        {"base_url": "http://h:abc"},
-        {"base_url": "http://[::1"},
-        {"base_url": "http://h:1\n"},
-        {"base_url": " http://h:1"},
-        {"base_url": "http://h:1?a=b"},
-        {"base_url": None},
-        {"api_key": "s3cret\n"},
-        {"api_key": "s3crét"},
-        {"api_key": ""},
-        {"kind": "vllm"},
-        {"max_connections": 0},
-        {"max_retries": -1},
+        ("base_url", "localhost:30000", "got 'localhost:30000', expected http"),
+        ("base_url", "ftp://h", "got"),
+        ("base_url", "http://h:99999", "got"),
+        ("base_url", "http://h:abc", "got"),
+        ("base_url", "http://[::1", "got"),
+        ("base_url", "http://h:1\n", "got"),
+        ("base_url", " http://h:1", "got"),
+        ("base_url", "http://h:1?a=b", "got"),
+        ("base_url", None, "got NoneType, expected text"),
+        ("base_url", 7, "got int, expected text"),
+        ("base_url", b"http://a:1", "got bytes, expected text"),
+        ("base_url", [], "got none, expected at least one"),
+        ("base_url", ["http://a:1", "http://a:1/"], "got 'http://a:1' twice"),
+        ("base_url", ["http://a:1", None], "got NoneType, expected text"),
+        ("base_url", ["http://a:1", "b"], "got 'b', expected http"),
+        ("engine_url", "localhost:30000", "got 'localhost:30000'"),
+        ("engine_url", [], "got none"),
+        ("engine_url", ["http://a", "http://a/"], "got 'http://a' twice"),
+        ("engine_api_key", " k", "expected"),
+        ("api_key", "s3cret\n", "expected"),
+        ("api_key", "s3crét", "expected"),
+        ("api_key", "", "expected"),
+        ("kind", "vllm", "got"),
+        ("max_connections", 0, "got"),
+        ("max_retries", -1, "got"),
     ],
 )
-def test_wrong_configuration(changes):
-    with pytest.raises(errors.InvalidInputError, match=next(iter(changes))) as caught:
-        AsyncRolloutClient(**({"base_url": "http://127.0.0.1:1"} | changes))
+def test_wrong_configuration(name, value, words):
+    with pytest.raises(errors.InvalidInputError, match=f"{name}.*{words}") as caught:
+        AsyncRolloutClient(**({"base_url": "http://127.0.0.1:1"} | {name: value}))
     assert "s3cr" not in str(caught.value)
 
 
@@ -165,10 +133,10 @@ def test_wrong_configuration(changes):
 
 @pytest.mark.parametrize("code", [500, 502, 503, 504, 429])
 @pytest.mark.parametrize("failures", [1, 4])
-async def test_retries_until_it_works(engine, client, fakes, code, failures):
+async def test_retries_until_it_works(engine, client, code, failures):
     engine.script += [status(code)] * failures
     (rollout,) = await client.generate([5, 6], top_logprobs_p=0.9)
-    assert_equal(rollout, fakes.sample([5, 6], 0))
+    assert_equal(rollout, sample([5, 6], 0))
     assert len(engine.calls) == failures + 1
     assert len({body["rid"] for body in engine.calls}) == failures + 1
 
@@ -238,6 +206,8 @@ async def test_other_answers_are_never_retried(engine, client, code, kind):
     assert type(caught.value) is kind
     assert caught.value.status == code
     assert len(engine.calls) == 1
+    await client.close()
+    assert len(engine.aborted) == (kind is errors.ResponseError)  # the others have not started
 
 
 async def test_the_servers_words_are_in_the_error(engine, client):
@@ -247,11 +217,7 @@ async def test_the_servers_words_are_in_the_error(engine, client):
         {"detail": "p is odd"},
         "p is odd",
     ):
-
-        async def refuse(asked, reply, body=body):
-            await reply.json(body, 400)
-
-        engine.script.append(refuse)
+        engine.script.append(answers(body, 400))
         with pytest.raises(errors.BadRequestError, match=r"/generate: HTTP 400: .*p is odd") as caught:
             await client.generate([5, 6])
         assert "p is odd" in caught.value.body
@@ -275,119 +241,81 @@ async def test_retry_after_reaches_the_delay(engine, client, monkeypatch):
     assert waits == [(1, 7.0), (2, 0.0), (3, None), (4, None)]
 
 
-async def test_a_cut_answer_is_retried(engine, client, fakes):
-    engine.script += [cut_after(fakes), cut_after(fakes, text=b'data: {"text": "half'), cut_after(fakes)]
+async def test_an_answer_that_is_cut_or_lacks_its_end_is_retried(engine, client):
+    half, first = b'data: {"text": "half', fakes.events_of(chunk(sample([5, 6], 0), first_token_only=True))
+    engine.script += [cut_after(), cut_after(text=half), sends_bytes(first), sends_bytes(half)]
     (rollout,) = await client.generate([5, 6], top_logprobs_p=0.9)
-    assert_equal(rollout, fakes.sample([5, 6], 0))
-    assert len(engine.calls) == 4
+    assert_equal(rollout, sample([5, 6], 0))
+    assert len(engine.calls) == 5
 
 
-async def test_an_answer_without_its_end_is_retried(engine, client, fakes):
-    async def no_end(asked, reply):
-        await reply.start()
-        await reply.event(fakes.chunk(fakes.sample([5, 6], 0), first_token_only=True))
-        await reply.end()
-
-    async def half_a_line(asked, reply):
-        await reply.start()
-        await reply.write(b'data: {"text": "half')
-        await reply.end()
-
-    engine.script += [no_end, half_a_line]
-    await client.generate([5, 6], top_logprobs_p=0.9)
-    assert len(engine.calls) == 3
-
-
-async def test_only_what_is_missing_is_asked_for_again(engine, client, fakes):
-    engine.script.append(cut_after(fakes, 1, 3))
+async def test_only_what_is_missing_is_asked_for_again(engine, client):
+    engine.script.append(cut_after(1, 3))
     rollouts = await client.generate([5, 6], {"n": 4}, top_logprobs_p=0.9)
     assert [body["sampling_params"]["n"] for body in engine.calls] == [4, 2]
     assert [r.sample_index for r in rollouts] == [0, 1, 2, 3]
     # The retry gives samples 0 and 1 to the free places.
     for rollout, made in zip(rollouts, (0, 1, 1, 3), strict=True):
-        assert_equal(rollout, fakes.sample([5, 6], made))
+        assert_equal(rollout, sample([5, 6], made))
 
 
 async def test_a_refusal_inside_the_answer(engine, client):
-    def report(code):
-        async def handler(asked, reply):
-            await reply.start()
-            await reply.event({"error": {"message": "scripted", "code": code}})
-            await reply.write(b"data: [DONE]\n\n")
-            await reply.end()
-
-        return handler
-
-    engine.script += [report(503), report(400)]
+    engine.script += [fakes.sends({"error": {"message": "scripted", "code": code}}) for code in (503, 400)]
     with pytest.raises(errors.BadRequestError, match="scripted"):
         await client.generate([5, 6])
     assert len(engine.calls) == 2
+    # Once a sample has begun, a refusal is a failure.
+    begun = chunk(sample([5, 6], 0), first_token_only=True)
+    engine.script += [fakes.sends(begun, {"error": {"message": "scripted", "code": 503}})] * 5
+    with pytest.raises(errors.ServerError, match="scripted"):
+        await client.generate([5, 6])
+    assert len(engine.calls) == 2 + 5
 
 
 @pytest.mark.parametrize("code", [429, 500])
-async def test_a_failure_behind_the_last_sample_costs_nothing(engine, client, fakes, code):
-    async def fail_late(asked, reply):
-        await reply.start()
-        for index in range(2):
-            await reply.event(fakes.chunk(fakes.sample([5, 6], index)))
-        await reply.event({"error": {"message": "scripted", "code": code}})
-        await reply.end()
-
-    engine.script.append(fail_late)
+async def test_a_failure_behind_the_last_sample_costs_nothing(engine, client, code):
+    made = [chunk(sample([5, 6], index)) for index in range(2)]
+    engine.script.append(fakes.sends(*made, {"error": {"message": "scripted", "code": code}}))
     assert len(await client.generate([5, 6], {"n": 2}, top_logprobs_p=0.9)) == 2
     assert len(engine.calls) == 1
+    engine.script.append(fakes.sends(*made, made[0]))
+    with pytest.raises(errors.WireError, match="index: got 0, expected an unfinished one"):
+        await client.generate([5, 6], {"n": 2}, top_logprobs_p=0.9)
 
 
 async def test_nesting_without_end_is_an_error_like_any_other(engine, client):
-    async def nested(asked, reply):
-        await reply.start(asked.body["input_ids"][0])
-        await reply.write(b"data: " + b"[" * 60_000 + b"\n\n")
-        await reply.end()
-
-    engine.script += [nested, nested]
+    nested = b"data: " + b"[" * 60_000 + b"\n\n"
+    engine.script += [sends_bytes(nested, code=code) for code in (400, 200)]
     with pytest.raises(errors.BadRequestError):
-        await client.generate([400])
+        await client.generate([1])
     with pytest.raises(errors.WireError, match="stream"):
-        await client.generate([200])
+        await client.generate([1])
 
 
-async def test_an_inexact_answer_is_not_retried(engine, client, fakes):
-    async def without_sets(asked, reply):
-        chunk = fakes.chunk(fakes.sample([5, 6], 0))
-        del chunk["meta_info"]["output_top_p_logprobs_lengths"]
-        await reply.start()
-        await reply.event(chunk)
-        await reply.end()
-
-    engine.script.append(without_sets)
+async def test_an_inexact_answer_is_not_retried(engine, client):
+    answer = chunk(sample([5, 6], 0))
+    del answer["meta_info"]["output_top_p_logprobs_lengths"]
+    engine.script.append(fakes.sends(answer))
     with pytest.raises(errors.WireError, match="output_top_p_logprobs_lengths"):
         await client.generate([5, 6], top_logprobs_p=0.9)
     assert len(engine.calls) == 1
-
-
-async def test_a_server_that_does_not_listen_is_a_transport_error():
-    async with AsyncRolloutClient("http://127.0.0.1:9", kind="sglang", max_retries=1) as client:
-        with pytest.raises(errors.TransportError, match=r"127\.0\.0\.1:9"):
-            await client.generate([1])
 
 
 # -- ending early ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_cancelling_aborts_every_sample(engine, client, hang, fakes, n):
+async def test_cancelling_aborts_every_sample(engine, client, hang, n):
     engine.script += [hang] * 2
     task = asyncio.create_task(client.generate([[5], [6]], {"n": n}))
     await until(lambda: engine.in_flight == 2)
     # The first tokens must have arrived, because the engine's ids come with them.
     await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await fakes.cancel(task)
     if n == 1:
         expected = [body["rid"] for body in engine.calls]
     else:
-        expected = [fakes.sample(prompt, index).request_id for prompt in ([5], [6]) for index in range(n)]
+        expected = [sample(prompt, index).request_id for prompt in ([5], [6]) for index in range(n)]
     await until(lambda: sorted(engine.aborted) == sorted(expected))
     await until(lambda: engine.hang_ups == 2)
 
@@ -403,38 +331,22 @@ async def test_a_time_limit_aborts(engine, client, hang):
 async def test_a_time_limit_holds_across_retries(engine, client, monkeypatch):
     monkeypatch.setattr(retry_policy, "delay_s", lambda retry, error: 60.0)
     engine.script.append(status(503))
-    with pytest.raises(errors.RequestTimeoutError):
+    with pytest.raises(errors.RequestTimeoutError, match="scripted"):
         await client.generate([5], timeout_s=0.2)
-
-
-async def test_leaving_the_stream_aborts_the_rest(engine, client, hang, fakes):
-    engine.script += [fakes.answer_generate, hang]
-    async with aclosing(client.stream([[5], [6]], top_logprobs_p=0.9)) as rollouts:
-        await anext(rollouts)
-        await until(lambda: len(engine.calls) == 2)
-    await until(lambda: engine.aborted == [engine.calls[1]["rid"]])
-    await until(lambda: engine.hang_ups == 1)
 
 
 async def test_abort_by_name(engine, client, hang):
     engine.script += [hang] * 3
-    doomed = [asyncio.create_task(client.generate([i], request_id="doomed")) for i in (5, 6)]
+    doomed = [asyncio.create_task(client.generate([i], {"n": 2}, request_id="doomed")) for i in (5, 6)]
     spared = asyncio.create_task(client.generate([7], request_id="doomed-not"))
     await until(lambda: engine.in_flight == 3)
     assert await client.abort("doomed") == 2
-    assert len(engine.aborted) == 2
+    assert len(engine.aborted) == 4
     for task in doomed:
         with pytest.raises(errors.RolloutError, match="aborted by this client"):
             await task
     assert not spared.done()
-    spared.cancel()
-    with suppress(asyncio.CancelledError):
-        await spared
-
-
-async def test_abort_of_an_unknown_name_goes_to_the_engine(engine, client):
-    assert await client.abort("somebody-elses") == 0
-    assert engine.aborted == ["somebody-elses"]
+    await fakes.cancel(spared)
 
 
 async def test_an_abort_reaches_the_other_event_loops_of_the_client(engine, client, hang):
@@ -459,12 +371,7 @@ async def test_an_abort_reaches_the_other_event_loops_of_the_client(engine, clie
 
 
 async def test_one_failure_ends_the_rest(engine, client, hang):
-    async def wait_then_refuse(asked, reply):
-        while engine.in_flight < 3:
-            await asyncio.sleep(0.005)
-        await reply.json({}, 400)
-
-    engine.script[:] = [hang, wait_then_refuse, hang]
+    engine.script[:] = [hang, held_until(lambda: engine.in_flight == 3, status(400)), hang]
     with pytest.raises(errors.BadRequestError):
         await client.generate([[5], [6], [7]])
     left = sorted(body["rid"] for body in (engine.calls[0], engine.calls[2]))
@@ -472,22 +379,13 @@ async def test_one_failure_ends_the_rest(engine, client, hang):
 
 
 async def test_cancelling_twice_leaves_nothing_behind(engine, client, hang):
-    asked_to_abort = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def slow(asked, reply):
-        loop.call_soon_threadsafe(asked_to_abort.set)
-        await reply.hung_up()
-
-    engine.paths["/abort_request"] = slow
+    engine.paths["/abort_request"] = fakes.silent
     engine.script.append(hang)
     task = asyncio.create_task(client.generate([5]))
     await until(lambda: engine.in_flight == 1)
     task.cancel()
-    await asked_to_abort.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await until(lambda: engine.aborted)
+    await fakes.cancel(task)
     await until(lambda: not client._runs.servers.runs)
 
 
@@ -504,26 +402,8 @@ async def test_closing_ends_what_is_in_flight_and_leaves_a_usable_client(engine,
 # -- many at once ----------------------------------------------------------------------------------
 
 
-def barrier(engine, fakes, width):
-    async def handler(asked, reply):
-        while engine.peak < width:
-            await asyncio.sleep(0.01)
-        await fakes.answer_generate(asked, reply)
-
-    return handler
-
-
-async def test_three_hundred_samples_in_flight(engine, client, fakes):
-    """The server answers only once all requests are there. A pool of 100 connections would wait forever."""
-    engine.script += [barrier(engine, fakes, 300)] * 300
-    rollouts = await client.generate([[i % 90, i] for i in range(300)], top_logprobs_p=0.9, timeout_s=60)
-    assert len(rollouts) == 300
-    assert engine.peak == 300
-    assert len(engine.calls) == 300
-
-
-async def test_the_rest_wait_for_a_connection(engine, fakes):
-    engine.script += [barrier(engine, fakes, 5)] * 200
+async def test_the_rest_wait_for_a_connection(engine):
+    engine.script += [held_until(lambda: engine.peak == 5)] * 200
     async with AsyncRolloutClient(engine.url, kind="sglang", max_connections=5) as client:
         batches = await asyncio.gather(*(client.generate([[i]] * 50, timeout_s=60) for i in range(4)))
     assert [len(batch) for batch in batches] == [50] * 4
@@ -533,12 +413,15 @@ async def test_the_rest_wait_for_a_connection(engine, fakes):
 # -- configuration, loops, keys --------------------------------------------------------------------
 
 
-async def test_pickles_as_its_configuration(engine, client, fakes):
+async def test_pickles_as_its_configuration(engine, client):
     await client.generate([5])
     again = pickle.loads(pickle.dumps(AsyncRolloutClient(engine.url, api_key="s3cret", max_retries=2)))
     assert repr(again) == f"AsyncRolloutClient({engine.url!r}, kind='auto')"
+    urls = [engine.url, "http://other"]
+    for kind in (AsyncRolloutClient, RolloutClient):
+        assert repr(kind(urls, kind="sglang")) == f"{kind.__name__}({tuple(urls)!r}, kind='sglang')"
     async with again:
-        assert_equal((await again.generate([5], top_logprobs_p=0.9))[0], fakes.sample([5], 0))
+        assert_equal((await again.generate([5], top_logprobs_p=0.9))[0], sample([5], 0))
     assert engine.asked[-1].headers["authorization"] == "Bearer s3cret"
     engine.script += [status(500)] * 9
     with pytest.raises(errors.ServerError):
@@ -549,23 +432,11 @@ async def test_pickles_as_its_configuration(engine, client, fakes):
         assert len(await used.generate([5])) == 1
 
 
-def test_the_client_works_on_one_loop_after_another(engine):
-    client = AsyncRolloutClient(engine.url, kind="sglang")
-    for _ in range(3):
-        assert len(asyncio.run(client.generate([[1], [2]]))) == 2
-
-
-def test_the_client_works_on_several_loops_at_once(engine):
+@pytest.mark.parametrize("num_at_once", [1, 4])
+def test_the_client_works_on_several_loops(engine, num_at_once):
     client = AsyncRolloutClient(engine.url)
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(asyncio.run(client.generate([[1]] * 20))))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(num_at_once) as pool:
+        results = list(pool.map(lambda _: asyncio.run(client.generate([[1]] * 20)), range(4)))
     assert [len(result) for result in results] == [20] * 4
 
 
@@ -592,15 +463,12 @@ async def test_a_path_in_the_address_is_kept(engine):
             await client.generate([5])
 
 
-async def test_no_progress_line_without_a_terminal(engine, client, capsys):
-    await client.generate([[1], [2]], progress=True)
-    assert capsys.readouterr().err == ""
-
-
 # -- which server ----------------------------------------------------------------------------------
 
 
-async def test_an_engine_is_recognized(engine):
+@pytest.mark.parametrize("code", [404, 405])
+async def test_an_engine_is_recognized(engine, code):
+    engine.paths["/info"] = status(code)
     async with AsyncRolloutClient(engine.url) as client:
         await asyncio.gather(*(client.generate([5]) for _ in range(20)))
         assert (await client.server_info())["version"] == "0.5.23"
@@ -608,20 +476,17 @@ async def test_an_engine_is_recognized(engine):
     assert len(engine.calls) == 20
 
 
-async def test_a_sidecar_is_recognized(sidecar, fakes):
+async def test_a_sidecar_is_recognized(sidecar):
     async with AsyncRolloutClient(sidecar.url) as client:
         rollouts = await client.generate([[5], [6]], {"n": 2}, top_logprobs_p=0.9)
         assert (await client.server_info())["service"] == "sglang-topp"
     for rollout, (prompt, index) in zip(rollouts, (([5], 0), ([5], 1), ([6], 0), ([6], 1)), strict=True):
-        assert_equal(rollout, fakes.sample(prompt, index))
+        assert_equal(rollout, sample(prompt, index))
     assert len(sidecar.of("/info")) == 2
 
 
 async def test_which_server_is_not_guessed_from_an_error(engine, sidecar):
-    async def refuse(asked, reply):
-        await reply.json({}, 401)
-
-    engine.paths["/info"] = refuse
+    engine.paths["/info"] = status(401)
     async with AsyncRolloutClient(engine.url) as client:
         with pytest.raises(errors.AuthenticationError):
             await client.generate([5])
@@ -632,60 +497,50 @@ async def test_which_server_is_not_guessed_from_an_error(engine, sidecar):
 # -- the sidecar -----------------------------------------------------------------------------------
 
 
-async def test_each_prompt_goes_in_a_call_of_its_own(sidecar, sidecar_client, fakes):
+async def test_each_prompt_goes_in_a_call_of_its_own(sidecar, sidecar_client):
     prompts = [[i % 90, i] for i in range(100)]
     rollouts = await sidecar_client.generate(prompts, {"n": 4}, top_logprobs_p=0.9)
-    assert [(r.prompt_index, r.sample_index) for r in rollouts] == [
-        (i, k) for i in range(100) for k in range(4)
-    ]
-    assert all(
-        np.array_equal(r.output_ids, fakes.sample(prompts[r.prompt_index], r.sample_index).output_ids)
-        for r in rollouts
-    )
+    places = [(i, k) for i in range(100) for k in range(4)]
+    assert [(r.prompt_index, r.sample_index) for r in rollouts] == places
+    for rollout, (i, k) in zip(rollouts, places, strict=True):
+        assert_equal(rollout, sample(prompts[i], k))
     assert sorted(body["prompts"][0] for body in sidecar.calls) == sorted(prompts)
     assert len({body["request_id"] for body in sidecar.calls}) == 100
 
 
-def cut_records(fakes, count, *, politely):
-    async def handler(asked, reply):
-        await reply.start(content_type="application/x-ndjson")
-        for record in list(fakes.records(asked.body))[:count]:
-            await reply.line(record)
-        if not politely:
-            raise fakes.Cut
-        await reply.end()
-
-    return handler
+def cut_records(count, *, politely):
+    return sends_bytes(
+        lambda body: encoded(fakes.results_of(body)[:count], is_whole=False), fakes.NDJSON, ends=politely
+    )
 
 
 @pytest.mark.parametrize("politely", [True, False])
-async def test_a_cut_stream_never_passes_as_complete(sidecar, sidecar_client, fakes, politely):
-    sidecar.script.append(cut_records(fakes, 3, politely=politely))
+async def test_a_cut_stream_never_passes_as_complete(sidecar, sidecar_client, politely):
+    sidecar.script.append(cut_records(3, politely=politely))
     rollouts = await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)
     assert [r.sample_index for r in rollouts] == [0, 1, 2, 3, 4, 5]
     first, second = sidecar.calls
     assert first["request_id"] != second["request_id"]
     assert (second["prompts"], second["sampling_params"]) == ([[5]], {"n": 3})
 
-    sidecar.script += [cut_records(fakes, 5, politely=politely)] + [
-        cut_records(fakes, 0, politely=politely)
-    ] * 4
+    sidecar.script += [cut_records(count, politely=politely) for count in (5, 0, 0, 0, 0)]
     with pytest.raises(errors.TransportError):
         await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)
+    assert len(sidecar.calls) == 2 + 5
 
-
-@pytest.mark.parametrize("politely", [True, False])
-async def test_a_cut_behind_the_last_sample_costs_nothing(sidecar, sidecar_client, fakes, politely):
-    sidecar.script.append(cut_records(fakes, 6, politely=politely))
+    # After the last sample, a cut costs nothing.
+    sidecar.script.append(cut_records(6, politely=politely))
     assert len(await sidecar_client.generate([5], {"n": 6}, top_logprobs_p=0.9)) == 6
-    assert len(sidecar.calls) == 1
+    assert len(sidecar.calls) == 2 + 5 + 1
 
 
 @pytest.mark.parametrize(
     ("code", "kind", "calls"),
     [
         (503, "MissingCandidateSetsError", 1),
+        (502, "SampledTokenMissingError", 1),
         (502, "RolloutError", 1),
+        (502, "AbortedError", 1),
         (502, "WireError", 1),
         (503, "PatchError", 1),
         (504, "RequestTimeoutError", 1),
@@ -697,45 +552,32 @@ async def test_a_cut_behind_the_last_sample_costs_nothing(sidecar, sidecar_clien
     ],
 )
 async def test_a_sidecars_error_is_raised_as_what_it_is(sidecar, sidecar_client, code, kind, calls):
-    async def refuse(asked, reply):
-        await reply.json({"error": {"type": kind, "message": "scripted", "status": code}}, code)
-
-    sidecar.script += [refuse] * 9
+    sidecar.script += [answers({"error": {"type": kind, "message": "scripted", "status": code}}, code)] * 9
     with pytest.raises(getattr(errors, kind, errors.ServerError), match="scripted"):
         await sidecar_client.generate([5])
     assert len(sidecar.calls) == calls
 
 
-def cut_frames(fakes, num_bytes, *, politely):
-    """Return a handler that sends a part of the samples, and then drops the connection or ends."""
-
-    async def handler(asked, reply):
-        await reply.start(content_type=MEDIA_TYPES[Rollout])
-        await reply.write(b"".join(fakes.framed_samples(asked.body))[:num_bytes])
-        if not politely:
-            raise fakes.Cut
-        await reply.end()
-
-    return handler
-
-
 @pytest.mark.parametrize("politely", [False, True], ids=["reset", "ended"])
 @pytest.mark.parametrize("lacking", [1, 200, -3, None], ids=["a byte", "a part", "a length", "the end"])
-async def test_cut_frames_never_pass_as_complete(sidecar, sidecar_client, fakes, politely, lacking):
-    body = {"prompts": [[5]], "sampling_params": {"n": 2}}
-    first, second = map(len, fakes.framed_samples(body))
-    num_bytes = first if lacking is None else first + 3 if lacking < 0 else first + second - lacking
-    sidecar.script += [cut_frames(fakes, num_bytes, politely=politely), fakes.answer_frames]
+async def test_cut_frames_never_pass_as_complete(sidecar, sidecar_client, politely, lacking):
+    made = [sample([5], index) for index in range(2)]
+    first, both = (len(encoded(made[:count], in_frames=True, is_whole=False)) for count in (1, 2))
+    num_bytes = first if lacking is None else first + 3 if lacking < 0 else both - lacking
 
+    def part(body):
+        return encoded(fakes.results_of(body), in_frames=True)[:num_bytes]
+
+    sidecar.script += [sends_bytes(part, MEDIA_TYPES[Rollout], ends=politely), fakes.answer_frames]
     rollouts = await sidecar_client.generate([5], {"n": 2}, top_logprobs_p=0.9)
 
     # Finished samples are not requested again, and the retry gives sample 0 to the free place.
     assert [rollout.sample_index for rollout in rollouts] == [0, 1]
-    assert [rollout.candidates == fakes.sample([5], 0).candidates for rollout in rollouts] == [True, True]
+    assert [rollout.candidates == sample([5], 0).candidates for rollout in rollouts] == [True, True]
     assert [call["sampling_params"]["n"] for call in sidecar.calls] == [2, 1]
 
 
-async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
+async def test_frames_are_requested_and_lines_are_accepted(sidecar):
     async with AsyncRolloutClient(sidecar.url, kind="sidecar") as client:
         sidecar.script.append(fakes.answer_frames)
         in_frames = await client.generate([5], {"n": 2}, top_logprobs_p=0.9)
@@ -745,45 +587,22 @@ async def test_frames_are_requested_and_lines_are_accepted(sidecar, fakes):
     accepts = [asked.headers["accept"] for asked in sidecar.of("/rollouts")]
     assert accepts == [f"{MEDIA_TYPES[Rollout]}, application/x-ndjson;q=0.5"] * 2
     for framed, lined in zip(in_frames, in_lines, strict=True):
-        assert (framed.prompt_index, framed.sample_index) == (lined.prompt_index, lined.sample_index)
-        assert framed.logprobs.tolist() == lined.logprobs.tolist()
-        assert framed.candidates == lined.candidates
+        assert framed.sample_index == lined.sample_index
+        assert_equal(framed, lined)
 
 
-async def test_a_sidecars_error_within_frames(sidecar, sidecar_client, fakes):
-    async def fail(asked, reply):
-        await reply.start(content_type=f"{MEDIA_TYPES[Rollout].upper()} ; charset=binary")
-        await reply.write(next(fakes.framed_samples(asked.body)))
-        error = {"error": {"type": "RolloutError", "message": "gave up", "status": 503}}
-        await reply.write(fakes.framed(json.dumps(error).encode()))
-        await reply.end()
-
-    sidecar.script.append(fail)
+async def test_a_sidecars_error_within_frames(sidecar, sidecar_client):
+    error = fakes.framed(b'{"error": {"type": "RolloutError", "message": "gave up", "status": 503}}')
+    one = encoded([sample([5], 0)], in_frames=True, is_whole=False)
+    sidecar.script.append(sends_bytes(one + error, f"{MEDIA_TYPES[Rollout].upper()} ; charset=binary"))
     with pytest.raises(errors.RolloutError, match="gave up"):
         await sidecar_client.generate([5], {"n": 2}, top_logprobs_p=0.9)
     assert len(sidecar.calls) == 1
 
 
-async def test_a_frame_that_was_altered_is_no_sample(sidecar, sidecar_client, fakes):
-    async def alter(asked, reply):
-        raw = bytearray(next(fakes.framed_samples(asked.body)))
-        raw[-20] ^= 1
-        await reply.start(content_type=MEDIA_TYPES[Rollout])
-        await reply.write(bytes(raw))
-        await reply.end()
-
-    sidecar.script.append(alter)
-    with pytest.raises(errors.WireError, match="frame: cannot be decompressed"):
-        await sidecar_client.generate([5], top_logprobs_p=0.9)
-
-
-async def test_a_frame_that_would_become_too_long_is_not_decompressed(sidecar, fakes):
-    async def swell(asked, reply):
-        await reply.start(content_type=MEDIA_TYPES[Rollout])
-        await reply.write(fakes.framed(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(10**8))))
-        await reply.end()
-
-    sidecar.script.append(swell)
+async def test_a_frame_that_would_become_too_long_is_not_decompressed(sidecar):
+    frame = fakes.framed(zstandard.ZstdCompressor(write_checksum=True).compress(bytes(10**8)))
+    sidecar.script.append(sends_bytes(frame, MEDIA_TYPES[Rollout]))
     async with AsyncRolloutClient(sidecar.url, kind="sidecar", max_message_bytes=10**7) as client:
         with pytest.raises(errors.WireError, match="max_message_bytes: got 100000000 bytes"):
             await client.generate([5], top_logprobs_p=0.9)
@@ -793,7 +612,7 @@ async def test_a_disconnect_aborts_at_a_sidecar(sidecar, sidecar_client):
     gone = []
 
     async def wait(asked, reply):
-        await reply.start(content_type="application/x-ndjson")
+        await reply.start(content_type=fakes.NDJSON)
         await reply.hung_up()
         gone.append(asked.body["request_id"])
 
@@ -806,19 +625,19 @@ async def test_a_disconnect_aborts_at_a_sidecar(sidecar, sidecar_client):
     await until(lambda: gone)
     assert gone[0].startswith("mine-")
 
-    async def aborts(asked, reply):
-        await reply.json({"status": "ok", "aborted": 3})
-
-    sidecar.paths["/abort"] = aborts
+    sidecar.paths["/abort"] = answers({"status": "ok", "aborted": 3})
     assert await sidecar_client.abort("another's") == 3
     assert [asked.body for asked in sidecar.of("/abort")] == [{"request_id": "another's"}]
 
 
 async def test_the_time_limit_is_passed_on(sidecar, sidecar_client):
+    sidecar.script.append(status(500))
     await sidecar_client.generate([5], timeout_s=np.float32(30.0))
-    assert 29 < sidecar.calls[0]["timeout_s"] <= 30
-    await sidecar_client.generate([5], timeout_s=None)
-    assert sidecar.calls[1]["timeout_s"] is None
+    first, second = (body["timeout_s"] for body in sidecar.calls)
+    assert 20 < second < first <= 30
+    for options in ({"timeout_s": None}, {"timeout_s": 30, "on_timeout": "return"}):
+        await sidecar_client.generate([5], **options)
+        assert sidecar.calls[-1]["timeout_s"] is None
 
 
 async def test_sets_of_a_smaller_threshold_are_refused(client, sidecar_client):
@@ -862,7 +681,6 @@ async def test_an_abort_of_a_stream_that_is_not_read_returns(engine, monkeypatch
         params = {"max_new_tokens": 12}
         stream = client.stream([[i + 1] for i in range(80)], params, on_abort="return", request_id="mine")
         async with aclosing(stream) as rollouts:
-            engine.paths["/generate"] = with_resumed_tokens(engine.paths["/generate"])
             taken = [await anext(rollouts)]
             await settled(engine)
             async with asyncio.timeout(30):
@@ -870,20 +688,6 @@ async def test_an_abort_of_a_stream_that_is_not_read_returns(engine, monkeypatch
                 taken += [rollout async for rollout in rollouts]
     assert sorted(rollout.prompt_index for rollout in taken) == list(range(80))
     assert {rollout.finish_reason for rollout in taken} == {"stop", "abort"}
-
-
-def with_resumed_tokens(handler):
-    async def handle(asked, reply):
-        event = reply.event
-
-        async def add(chunk):
-            chunk["meta_info"]["resumed_tokens"] = asked.body["resumed_tokens"]
-            await event(chunk)
-
-        reply.event = add
-        await handler(asked, reply)
-
-    return handle
 
 
 @pytest.mark.parametrize("name", ["generate", "score"])

@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from sglang_topp import CandidateSets
-from sglang_topp_client import AsyncRolloutClient, RolloutClient
+from sglang_topp_client import AsyncRolloutClient
+from tests.client import conftest as fakes
 
 
 def test_an_asynchronous_actor(local_ray: ModuleType, engine: Any) -> None:
@@ -27,24 +28,7 @@ def test_an_asynchronous_actor(local_ray: ModuleType, engine: Any) -> None:
         assert all(len(r.candidates) == len(r.output_ids) > 0 for r in rollouts)
 
 
-def test_a_synchronous_actor(local_ray: ModuleType, engine: Any) -> None:
-    @local_ray.remote(num_cpus=0)
-    class Worker:
-        def __init__(self, client: RolloutClient) -> None:
-            self.client = client
-
-        def roll_out(self, prompt: str) -> Any:
-            return self.client.generate(prompt, top_logprobs_p=0.9)
-
-    client = RolloutClient(engine.url, kind="sglang")
-    (here,) = client.generate("a", top_logprobs_p=0.9)
-    worker = Worker.remote(client)
-    ((there,),) = local_ray.get([worker.roll_out.remote("a")])
-    assert there.candidates == here.candidates
-    client.close()
-
-
-def test_rollouts_are_read_from_shared_memory_without_a_copy(local_ray: ModuleType, fakes: Any) -> None:
+def test_rollouts_are_read_from_shared_memory_without_a_copy(local_ray: ModuleType) -> None:
     """A trainer that gets references reads the arrays where the rollout actor's result lies."""
 
     @local_ray.remote(num_cpus=0)

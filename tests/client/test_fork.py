@@ -1,11 +1,11 @@
 """Processes that fork while they use a client: parent and child both go on."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
+
+from tests.client.conftest import run_python
 
 # The parent uses the client after each child has ended, and nothing of a child may show up in its output.
 SCRIPT = """
@@ -80,13 +80,7 @@ print("done")
 @pytest.mark.parametrize("end", ["exit", "del", "replace", "close", "use"])
 @pytest.mark.parametrize("moment", ["idle", "first call", "in flight"])
 def test_a_fork_at_any_time_breaks_nothing(engine, moment, end):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, engine.url, moment, end],
-        timeout=90,
-        capture_output=True,
-        check=False,
-        text=True,
-        env={**os.environ, "SEED": str(time.time_ns() % 1000)},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    seed = str(time.time_ns() % 1000)
+    done = run_python(SCRIPT, engine.url, moment, end, env={**os.environ, "SEED": seed})
+    assert (done.stdout, done.stderr) == ("done\n", "")
     assert engine.aborted == []

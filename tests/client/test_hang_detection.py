@@ -1,15 +1,16 @@
 """Servers that accept requests and never answer, and servers that are only busy."""
 
 import asyncio
-import json
 import re
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, servers
-from tests.client.conftest import hung_server
+from tests.client import conftest as fakes
+from tests.client.conftest import answers, by_request, held_until, hung_server, silent, until
 
 pytestmark = pytest.mark.usefixtures("no_leftovers", "hasty")
 
@@ -27,31 +28,25 @@ async def test_calls_of_a_server_that_hangs_go_to_another(engine, kind):
         assert len(rollouts) == 30
 
 
-async def test_a_single_server_that_hangs_is_named():
-    async with hung_server() as url, AsyncRolloutClient(url, kind="sglang", max_retries=1) as client:
-        with pytest.raises(errors.TransportError, match=f"{url}: the server hangs") as caught:
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_servers_that_all_hang_are_named(num_servers):
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(hung_server()) for _ in range(num_servers)]
+        client = AsyncRolloutClient(urls, kind="sglang", max_retries=num_servers % 2)
+        await stack.enter_async_context(client)
+        words = "the server hangs" if num_servers == 1 else "none of the 2 servers answers"
+        with pytest.raises(errors.TransportError, match=words) as caught:
             await client.generate([[1], [2]], timeout_s=60)
-        assert not isinstance(caught.value, errors.RequestTimeoutError)
+    assert not isinstance(caught.value, errors.RequestTimeoutError)
+    assert all(url in str(caught.value) for url in urls)
 
 
-async def test_servers_that_all_hang_are_all_named():
-    async with hung_server() as one, hung_server() as other:
-        async with AsyncRolloutClient([one, other], kind="sglang", max_retries=0) as client:
-            with pytest.raises(errors.TransportError, match="none of the 2 servers answers") as caught:
-                await client.generate([[1], [2]], timeout_s=60)
-        assert one in str(caught.value)
-        assert other in str(caught.value)
-
-
-async def test_a_server_that_hangs_in_the_middle_of_an_answer_fails_its_calls(engine, fakes):
+async def test_a_server_that_hangs_in_the_middle_of_an_answer_fails_its_calls(engine):
     async def hang(asked, reply):
         await reply.start()
         await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], 0), first_token_only=True))
         # The server answers nothing more, as if its process was stopped or its loop blocked.
-        engine.paths["/ready"] = never
-        await reply.hung_up()
-
-    async def never(asked, reply):
+        engine.paths["/ready"] = silent
         await reply.hung_up()
 
     engine.script.append(hang)
@@ -60,35 +55,28 @@ async def test_a_server_that_hangs_in_the_middle_of_an_answer_fails_its_calls(en
     assert len(engine.calls) == 2
 
 
-async def test_a_long_queue_is_waited_for(engine, fakes):
+async def test_a_long_queue_is_waited_for(engine):
     """The server answers probes, so it does not hang, however long a first byte takes."""
     released = asyncio.Event()
-
-    async def queued(asked, reply):
-        while not released.is_set():
-            await asyncio.sleep(0.01)
-        await fakes.answer_generate(asked, reply)
-
-    engine.paths["/generate"] = queued
+    engine.paths["/generate"] = held_until(released.is_set)
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         work = asyncio.create_task(client.generate([[1], [2]]))
-        async with asyncio.timeout(60):
-            while len(engine.of("/ready")) < 4:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(engine.of("/ready")) == 4)
         released.set()
         assert len(await work) == 2
 
 
-async def test_a_server_that_shuts_down_finishes_what_it_has(fakes):
+async def test_a_server_that_shuts_down_finishes_what_it_has():
     """A refused connection is an answer: the server does not hang."""
-    event = b"data: " + json.dumps(fakes.chunk(fakes.sample([5], 0))).encode() + b"\n\ndata: [DONE]\n\n"
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    answer += fakes.events_of(fakes.chunk(fakes.sample([5], 0))) + fakes.DONE
     requests = []
 
     async def connected(reader, writer):
         requests.append(await reader.readuntil(b"\r\n\r\n"))
         server.close()
         await asyncio.sleep(2.0)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + event)
+        writer.write(answer)
         await writer.drain()
         writer.close()
 
@@ -100,7 +88,7 @@ async def test_a_server_that_shuts_down_finishes_what_it_has(fakes):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.2])
-async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, fakes, pause_s):
+async def test_a_callers_loop_that_was_blocked_blames_no_server(engine, pause_s):
     """A training step in the event loop's thread delays timers and reads. No server hangs."""
 
     async def slow(asked, reply):
@@ -130,14 +118,9 @@ async def test_only_two_failed_probes_in_a_row_count(engine, hang):
     assert list(answers) == []
 
 
-async def test_a_byte_of_any_call_is_a_sign_of_life(engine, fakes, monkeypatch):
+async def test_a_byte_of_any_call_is_a_sign_of_life(engine, monkeypatch):
     monkeypatch.setattr(servers, "_SILENCE_S", 2.0)
     ends = asyncio.Event()
-
-    async def silent(asked, reply):
-        while not ends.is_set():
-            await asyncio.sleep(0.05)
-        await fakes.answer_generate(asked, reply)
 
     async def comments(asked, reply):
         await reply.start()
@@ -146,10 +129,9 @@ async def test_a_byte_of_any_call_is_a_sign_of_life(engine, fakes, monkeypatch):
             await asyncio.sleep(0.1)
         ends.set()
         await reply.event(fakes.chunk(fakes.sample(asked.body["input_ids"], 0)))
-        await reply.write(b"data: [DONE]\n\n")
-        await reply.end()
+        await reply.done()
 
-    engine.script += [silent, comments]
+    engine.script += [held_until(ends.is_set), comments]
     async with AsyncRolloutClient(engine.url, kind="sglang", max_retries=0) as client:
         assert len(await client.generate([[5], [6]], timeout_s=60)) == 2
     assert engine.of("/ready") == []
@@ -159,28 +141,18 @@ async def test_a_byte_of_any_call_is_a_sign_of_life(engine, fakes, monkeypatch):
 
 
 @pytest.fixture
-def paused(engine, fakes):
+def paused(engine):
     """Return an event that lets the paused engine continue."""
     continues = asyncio.Event()
-
-    async def waits(asked, reply):
-        while not continues.is_set():
-            await asyncio.sleep(0.01)
-        await fakes.answer_generate(asked, reply)
-
-    async def ready(asked, reply):
-        await reply.json({}, 200 if continues.is_set() else 503)
-
-    engine.paths |= {"/generate": waits, "/ready": ready}
+    ready = by_request(lambda _: answers({}, 200 if continues.is_set() else 503))
+    engine.paths |= {"/generate": held_until(continues.is_set), "/ready": ready}
     return continues
 
 
 async def test_a_wait_for_a_paused_engine_says_so(engine, paused, caplog):
     async with AsyncRolloutClient(engine.url, kind="sglang") as client:
         work = asyncio.create_task(client.generate([[5], [6]]))
-        async with asyncio.timeout(30):
-            while not caplog.records:
-                await asyncio.sleep(0.01)
+        await until(lambda: caplog.records)
         (record,) = caplog.records
         assert re.search(
             r"2 calls wait, because http://\S+ has not been ready since \d\d:\d\d:\d\d .*: it was paused by",

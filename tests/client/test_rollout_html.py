@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 
 from sglang_topp import CandidateSets
+from tests.client import conftest as fakes
 
 
 class Tags(HTMLParser):
@@ -34,7 +35,7 @@ def titles_of(html):
     return [unescape(title) for title in re.findall(r'title="([^"]*)"', html)]
 
 
-def test_a_token_has_its_candidates_on_hover(fakes):
+def test_a_token_has_its_candidates_on_hover():
     rollout = fakes.sample([5], 0)
     html = rollout._repr_html_()
     assert set(tags_of(html)) == {"div", "b", "pre", "span"}
@@ -50,26 +51,23 @@ def test_a_token_has_its_candidates_on_hover(fakes):
         assert sampled.split()[0] == str(rollout.output_ids[t])
 
 
-def test_text_is_escaped(fakes):
+def test_text_is_escaped():
     html = replace(fakes.sample([5], 0), text="<script>x</script>", finish_reason='"<!--')._repr_html_()
     assert "script" not in tags_of(html)
     assert "&lt;script&gt;" in html
 
 
-def test_rollouts_of_every_kind(fakes):
+def test_rollouts_of_every_kind():
     one = fakes.sample([5], 0)
     assert "no candidate sets" in replace(one, candidates=None)._repr_html_()
     masked = replace(one, candidates=one.candidates.without_logprobs())._repr_html_()
     assert "kept mass" not in masked
     extended = one.extend([7, 8])._repr_html_()
     assert titles_of(extended)[-1] == "position 4: no set"
-    empty = replace(
-        one, output_ids=one.output_ids[:0], logprobs=one.logprobs[:0], candidates=one.candidates[:0]
-    )
-    assert "0 tokens" in empty._repr_html_()
+    assert "0 tokens" in fakes.without_tokens(one)._repr_html_()
 
 
-def test_long_rollouts_and_large_sets_have_an_end(fakes):
+def test_long_rollouts_and_large_sets_have_an_end():
     one = fakes.sample([5], 0, num_tokens=1000)
     html = one._repr_html_()
     assert len(titles_of(html)) == 400

@@ -10,8 +10,7 @@ from sglang_topp_client.transport.server_config import ServerConfig
 
 
 class Clock:
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -39,7 +38,7 @@ class Balancer:
         key = self.by_name[preferred].routing_key("") if preferred in self.by_name else preferred or ""
         return self.servers.pick(num_samples, key, without=[self.by_name[name] for name in without])
 
-    def has_ready(self, *, without):
+    def has_ready(self, *without):
         return self.servers.has_ready(without=[self.by_name[name] for name in without])
 
     @property
@@ -48,7 +47,7 @@ class Balancer:
 
     @property
     def failures(self):
-        return {name: server.error for name, server in self.by_name.items() if server.error}
+        return {name: str(server.error) for name, server in self.by_name.items() if server.error}
 
 
 def name_of(server):
@@ -77,13 +76,6 @@ def take(balancer, count=1, samples=1):
 def end(calls):
     for call in calls:
         call.__exit__(None, None, None)
-
-
-async def test_calls_are_spread_evenly(balancer):
-    servers, calls = take(balancer, 9)
-    assert sorted(servers) == list("aaabbbccc")
-    end(calls)
-    assert balancer.num_in_flight == 0
 
 
 async def test_idle_endpoints_take_turns(balancer):
@@ -151,20 +143,18 @@ async def test_retry_after_sets_the_backoff(balancer, clock):
     clock.now += 29.0
     assert "a" not in take(balancer, 8)[0]
     clock.now += 1.5
-    assert balancer.has_ready(without=())
+    assert balancer.has_ready()
 
 
-async def test_a_request_that_is_refused_says_nothing_about_the_server(balancer):
-    with pytest.raises(BadRequestError), balancer.pick(1, "a"):
-        raise BadRequestError("no", status=400)
-    assert "a" in take(balancer, 3)[0]
-
-
-async def test_a_cancelled_call_says_nothing_about_the_server(balancer):
-    with pytest.raises(KeyboardInterrupt), balancer.pick(1, "a"):
-        raise KeyboardInterrupt
-    assert "a" in take(balancer, 3)[0]
+@pytest.mark.parametrize(
+    "error", [BadRequestError("no", status=400), KeyboardInterrupt(), FileLimitError("none left")], ids=repr
+)
+async def test_errors_that_say_nothing_about_the_server(balancer, error):
+    with pytest.raises(type(error)), balancer.pick(1, "a"):
+        raise error
+    assert balancer.failures == {}
     assert balancer.num_in_flight == 0
+    assert "a" in take(balancer, 3)[0]
 
 
 async def test_if_all_fail_the_earliest_retry_is_chosen(balancer, clock):
@@ -172,7 +162,7 @@ async def test_if_all_fail_the_earliest_retry_is_chosen(balancer, clock):
     for server in "ac":
         clock.now += 0.1
         fail(balancer, server)
-    assert not balancer.has_ready(without=())
+    assert not balancer.has_ready()
     assert take(balancer)[0] == ["b"]
 
 
@@ -186,20 +176,16 @@ async def test_the_preferred_endpoint_is_chosen_while_it_is_not_busier(balancer)
     end(load + calls)
 
 
-async def test_a_failing_preferred_endpoint_is_not_chosen(balancer):
+async def test_a_preferred_endpoint_that_fails_or_is_unknown_is_not_chosen(balancer):
     fail(balancer, "c")
-    with balancer.pick(1, "c") as chosen:
-        assert name_of(chosen) != "c"
-
-
-async def test_an_unknown_preferred_endpoint_is_ignored(balancer):
-    with balancer.pick(1, "z") as chosen:
-        assert name_of(chosen) in "abc"
+    for preferred in "cz":
+        with balancer.pick(1, preferred) as chosen:
+            assert name_of(chosen) in "ab"
 
 
 async def test_a_single_endpoint_is_always_chosen(clock):
     balancer = Balancer("a", clock)
-    assert not balancer.has_ready(without={"a"})
+    assert not balancer.has_ready("a")
     fail(balancer, "a")
     with balancer.pick(1) as chosen:
         assert name_of(chosen) == "a"
@@ -219,15 +205,8 @@ async def test_an_endpoint_that_failed_this_call_is_taken_last(balancer):
 async def test_the_last_errors_are_known_until_a_call_succeeds(balancer, clock):
     for endpoint in "ab":
         fail(balancer, endpoint, TransportError(endpoint))
-    assert {endpoint: str(error) for endpoint, error in balancer.failures.items()} == {"a": "a", "b": "b"}
+    assert balancer.failures == {"a": "a", "b": "b"}
     clock.now += 10.0
     with balancer.pick(1, "a"):
         pass
     assert list(balancer.failures) == ["b"]
-
-
-async def test_a_client_without_files_says_nothing_about_the_endpoint(balancer):
-    with pytest.raises(FileLimitError), balancer.pick(1, "a"):
-        raise FileLimitError("none left")
-    assert balancer.failures == {}
-    assert "a" in take(balancer, 3)[0]

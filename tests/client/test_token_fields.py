@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client import Rollout, TokenField, load_rollouts, save_rollouts
+from sglang_topp_client import Rollout, TokenField
 from sglang_topp_client.protocols.sglang import SglangExchange
 from sglang_topp_client.protocols.sidecar import SidecarExchange
-from sglang_topp_client.requests import continuation_request, empty_rollout, plan, plan_resume
+from sglang_topp_client.requests import (
+    build_resume_requests,
+    build_sample_requests,
+    continuation_request,
+    empty_rollout,
+)
 from sglang_topp_client.rollout import join_parts
-from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
+from sglang_topp_client.wire.records import from_record, to_record
+from tests.client import conftest as fakes
 
 NAME = "routed_experts"
 
@@ -30,20 +33,14 @@ def field(num_rows: int, start: int = 0, most: int = 7) -> TokenField:
 
 
 @pytest.fixture
-def rollout(fakes: ModuleType) -> Rollout:
+def rollout() -> Rollout:
     """Two prompt tokens and four generated tokens."""
     made: Rollout = fakes.sample([5, 6], 0, 4)
     return replace(made, top_logprobs_p=0.9, token_fields={NAME: field(5)})
 
 
-def assert_same(got: Rollout, expected: Rollout) -> None:
-    assert got.token_fields.keys() == expected.token_fields.keys()
-    for name, one in expected.token_fields.items():
-        assert (got.token_fields[name].start, got.token_fields[name].values.dtype) == (
-            one.start,
-            one.values.dtype,
-        )
-        np.testing.assert_array_equal(got.token_fields[name].values, one.values)
+def fields_of(rollout: Rollout) -> dict[str, Any]:
+    return {name: (one.start, one.values.tolist()) for name, one in rollout.token_fields.items()}
 
 
 @pytest.mark.parametrize(
@@ -51,29 +48,15 @@ def assert_same(got: Rollout, expected: Rollout) -> None:
     [(0, "uint8"), (255, "uint8"), (256, "uint16"), (1 << 16, "uint32"), ((1 << 32) - 1, "uint32")],
 )
 @pytest.mark.parametrize("start", [0, 3])
-def test_every_encoding_is_exact(rollout: Rollout, tmp_path: Path, most: int, dtype: str, start: int) -> None:
+def test_every_encoding_is_exact(rollout: Rollout, most: int, dtype: str, start: int) -> None:
     made = replace(rollout, token_fields={NAME: field(5 - start, start, most), "other": field(5)})
     assert made.token_fields[NAME].values.dtype == dtype
-    record = json.loads(json.dumps(to_record(made)))
-    assert record["token_fields"][NAME] | {"data": ""} == {
-        "data": "",
-        "shape": [5 - start, 2, 3],
-        "start": start,
-        "dtype": dtype,
-    }
-    assert_same(from_record(Rollout, record), made)
-    assert_same(from_frame(Rollout, to_frame(made), max_bytes=1 << 20), made)
-    plain = replace(rollout, token_fields={})
-    save_rollouts(tmp_path / "rollouts.parquet", [made, plain])
-    first, second = load_rollouts(tmp_path / "rollouts.parquet")
-    assert_same(first, made)
-    assert second.token_fields == {}
-
-
-def test_a_record_without_them(rollout: Rollout) -> None:
-    record = to_record(rollout)
-    del record["token_fields"]
-    assert from_record(Rollout, record).token_fields == {}
+    layout = {"shape": [5 - start, 2, 3], "start": start, "dtype": dtype}
+    assert to_record(made)["token_fields"][NAME].items() > layout.items()
+    first, second = fakes.through_a_file(made, rollout)
+    for back in (first, fakes.through_json(made), fakes.through_a_frame(made)):
+        assert fakes.bits(back) == fakes.bits(made)
+    assert fakes.bits(second) == fakes.bits(rollout)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +79,12 @@ def test_a_record_that_contradicts_itself(rollout: Rollout, change: dict[str, An
 
 
 @pytest.mark.parametrize("num_rows", [0, 4, 6])
-def test_other_than_one_row_per_scored_token_is_an_error(
-    rollout: Rollout, tmp_path: Path, num_rows: int
-) -> None:
+def test_other_than_one_row_per_scored_token_is_an_error(rollout: Rollout, num_rows: int) -> None:
     wrong = replace(rollout, token_fields={NAME: field(num_rows)})
     with pytest.raises(WireError, match="routed_experts: got rows up to position"):
-        from_frame(Rollout, to_frame(wrong), max_bytes=1 << 20)
+        fakes.through_a_frame(wrong)
     with pytest.raises(InvalidInputError, match="routed_experts: got rows up to position"):
-        save_rollouts(tmp_path / "rollouts.parquet", [wrong])
+        fakes.through_a_file(wrong)
 
 
 @pytest.mark.parametrize("values", [np.array([[-1]]), np.array([[1 << 32]])])
@@ -112,9 +93,9 @@ def test_values_that_are_no_ids(values: Any) -> None:
         TokenField.of(values, 0)
 
 
-def continued(part: Rollout, fakes: ModuleType, num_tokens: int, **changes: Any) -> Rollout:
+def continued(part: Rollout, num_tokens: int, **changes: Any) -> Rollout:
     """Resume a part, and return the join of both as the client makes it."""
-    (wanted,), _ = plan_resume([part], {"max_new_tokens": 100})
+    (wanted,), _ = build_resume_requests([part], {"max_new_tokens": 100})
     request = continuation_request(part, wanted, 0)
     assert request.return_fields == (NAME,)
     num_rows = len(request.prompt) + num_tokens - 1 - request.fields_start
@@ -123,34 +104,33 @@ def continued(part: Rollout, fakes: ModuleType, num_tokens: int, **changes: Any)
     return join_parts(part, rest)
 
 
-def test_a_resumed_rollout_keeps_its_rows(rollout: Rollout, fakes: ModuleType) -> None:
+def test_a_resumed_rollout_keeps_its_rows(rollout: Rollout) -> None:
     part = replace(rollout, finish_reason="abort")
-    joined = continued(part, fakes, 3).token_fields[NAME]
+    joined = continued(part, 3).token_fields[NAME]
     assert (joined.start, joined.values.shape, joined.values.dtype) == (0, (8, 2, 3), np.uint16)
     np.testing.assert_array_equal(joined.values[:5], rollout.token_fields[NAME].values)
 
 
-def test_appended_tokens_get_their_rows_with_the_next_turn(rollout: Rollout, fakes: ModuleType) -> None:
+def test_appended_tokens_get_their_rows_with_the_next_turn(rollout: Rollout) -> None:
     extended = rollout.extend([7, 8, 9])
-    assert_same(extended, rollout)
-    record = to_record(extended)
-    assert_same(from_record(Rollout, record, may_be_extended=True), rollout)
-    joined = continued(extended, fakes, 2)
+    back = fakes.through_json(extended, may_be_extended=True)
+    assert fields_of(extended) == fields_of(back) == fields_of(rollout)
+    joined = continued(extended, 2)
     assert joined.token_fields[NAME].end == len(joined.prompt_ids) + len(joined.output_ids) - 1 == 10
 
 
 @pytest.mark.parametrize("appends", [False, True])
-def test_an_empty_part_takes_the_rows_of_the_rest(fakes: ModuleType, appends: bool) -> None:
-    (wanted,) = plan([[5, 6]], {"max_new_tokens": 9}, 0.9, None, [NAME])
+def test_an_empty_part_takes_the_rows_of_the_rest(appends: bool) -> None:
+    (wanted,) = build_sample_requests([[5, 6]], {"max_new_tokens": 9}, 0.9, None, [NAME])
     part = empty_rollout(wanted, 0, "a")
     assert part is not None
     part = part.extend([1, 2]) if appends else part
-    joined = continued(part, fakes, 4)
+    joined = continued(part, 4)
     assert joined.token_fields[NAME].start == 0
     assert joined.token_fields[NAME].end == 5 + 2 * appends
 
 
-def test_one_part_with_and_one_without(rollout: Rollout, fakes: ModuleType) -> None:
+def test_one_part_with_and_one_without(rollout: Rollout) -> None:
     for fields, words in (
         ({}, "expected the same"),
         ({NAME: field(1)}, "from 0 on, expected them from 5 on"),
@@ -161,17 +141,17 @@ def test_one_part_with_and_one_without(rollout: Rollout, fakes: ModuleType) -> N
     with pytest.raises(
         InvalidInputError, match=r"return_fields: got .*, expected .*, which rollouts\[0\] has"
     ):
-        plan_resume([rollout], {"max_new_tokens": 9}, return_fields=[])
+        build_resume_requests([rollout], {"max_new_tokens": 9}, return_fields=[])
 
 
 def test_the_requests_name_them() -> None:
-    (wanted,) = plan([[5, 6]], {"max_new_tokens": 9}, 0.9, None, [NAME])
+    (wanted,) = build_sample_requests([[5, 6]], {"max_new_tokens": 9}, 0.9, None, [NAME])
     wanted = replace(wanted, fields_start=4)
     body = SglangExchange(wanted, request_id="a").body()
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 4)
     body = SidecarExchange(wanted, request_id="a", max_bytes=9).body()
     assert (body["return_fields"], body["fields_start"]) == ([NAME], [4])
-    (other,) = plan([[5, 6]], {"max_new_tokens": 9}, 0.9)
+    (other,) = build_sample_requests([[5, 6]], {"max_new_tokens": 9}, 0.9)
     assert (
         not {"return_routed_experts", "return_fields"} & SglangExchange(other, request_id="a").body().keys()
     )
@@ -187,4 +167,4 @@ def test_the_requests_name_them() -> None:
 )
 def test_what_is_no_field(names: Any, p: float | None, words: str) -> None:
     with pytest.raises(InvalidInputError, match=f"return_fields: got .*{words}"):
-        plan([[5, 6]], {"max_new_tokens": 9}, p, None, names)
+        build_sample_requests([[5, 6]], {"max_new_tokens": 9}, p, None, names)

@@ -2,8 +2,9 @@
 
 Blocks of a page share names, as they would in a notebook. The addresses of the tutorial's server are replaced
 by those of the test's server. The working directory has `tiny-model`, which that server serves and which
-blocks push. A block that cannot run has a caption that says why. A `% invisible-code-block: python` sets up
-names, or checks what the page claims; in the README it is an HTML comment.
+blocks push, and the examples can be imported. A block that cannot run has a caption that says why. A
+`% invisible-code-block: python` sets up names, or checks what the page claims; in the README it is an HTML
+comment.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def test_python_blocks(
 ) -> None:
     text = PAGES[name].read_text()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     if SIDECAR in text or ENGINE in text or "tiny-model" in text:
         served = request.getfixturevalue("served")
         text = text.replace(SIDECAR, served.sidecar).replace(ENGINE, served.engine)

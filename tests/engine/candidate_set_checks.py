@@ -54,11 +54,11 @@ def check_whole(answer: dict[str, Any], p: float, prompt_ids: list[int] | None =
     """
     sets, meta_info = checked_sets(answer, p), answer["meta_info"]
     # With `max_new_tokens` 0, SGLang may list a distribution although there is no token.
-    whole = _distributions(meta_info, "output", max(len(sets), 1))[: len(sets)]
+    whole = distributions(meta_info, "output", max(len(sets), 1))[: len(sets)]
     check_definition(sets, whole, answer["output_ids"], p)
     if prompt_ids is not None:
-        whole = _distributions(meta_info, "input", len(prompt_ids))
-        check_definition(formats.decode_prompt_top_p(meta_info, prompt_ids), whole, prompt_ids, p)
+        whole = distributions(meta_info, "input", len(prompt_ids))
+        check_definition(formats.decode_top_p(meta_info, prompt_ids, side="input"), whole, prompt_ids, p)
     return sets
 
 
@@ -81,7 +81,7 @@ def check_definition(
         assert forced <= set(token_ids)
 
 
-def _distributions(meta_info: dict[str, Any], side: str, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def distributions(meta_info: dict[str, Any], side: str, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return each position's ids and log-probs as SGLang lists them, empty where it has no distribution."""
     if f"{side}_top_logprobs" in meta_info:
         return [
@@ -93,7 +93,8 @@ def _distributions(meta_info: dict[str, Any], side: str, count: int) -> list[tup
         ]
     ids = np.frombuffer(base64.b64decode(meta_info[f"{side}_top_logprobs_idx_base64"]), "<i4")
     logprobs = np.frombuffer(base64.b64decode(meta_info[f"{side}_top_logprobs_val_base64"]), "<f4")
-    rows = list(zip(ids.reshape(-1, 512), logprobs.reshape(-1, 512), strict=True))
+    shape = meta_info[f"{side}_top_logprobs_shape"]
+    rows = list(zip(ids.reshape(shape), logprobs.reshape(shape), strict=True))
     none = meta_info[f"{side}_top_logprobs_none_positions"]
     if len(rows) == count:
         rows = [row for t, row in enumerate(rows) if t not in none]

@@ -13,7 +13,10 @@ __all__ = ["NoNumber", "Slow", "num_sampled"]
 
 
 class NoNumber(CustomLogitProcessor):
-    """Sets the logits of position `at` to NaN, and writes each sampled position to the file `seen`."""
+    """Sets the logits of position `at` to NaN, and writes each sampled position to the file `seen`.
+
+    Each later step takes 50 ms more, so that tests can count steps until an abort on a busy machine, too.
+    """
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
@@ -25,6 +28,8 @@ class NoNumber(CustomLogitProcessor):
             if "seen" in params:
                 with open(params["seen"], "a") as seen:
                     seen.write(f"{position}\n")
+                if position > params["at"]:
+                    time.sleep(0.05)
         return logits
 
 

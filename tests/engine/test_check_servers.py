@@ -152,7 +152,7 @@ def test_an_answer_of_another_form_is_refused(engine: Engine) -> None:
     with (
         run_proxy(engine, wraps=True) as proxy,
         RolloutClient(proxy) as client,
-        pytest.raises(WireError, match=r"meta_info: .* expected one answer"),
+        pytest.raises(WireError, match=r"/generate: got \[.* expected"),
     ):
         client.check_servers()
 

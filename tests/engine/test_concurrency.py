@@ -109,7 +109,9 @@ async def test_prompts_whose_scoring_is_interrupted(engine: Engine) -> None:
         answer = (await http.post("/generate", json=body)).json()
         checked_sets(answer, 0.9)
         reported = answer["meta_info"]["input_token_logprobs"]
-        sets = formats.decode_prompt_top_p(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        sets = formats.decode_top_p(
+            answer["meta_info"], [token_id for _, token_id, _ in reported], side="input"
+        )
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
         return int(answer["meta_info"]["num_retractions"])

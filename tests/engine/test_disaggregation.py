@@ -183,7 +183,8 @@ async def test_prompt_sets_are_in_both_answers(pair: Pair, start: int) -> None:
     )
     assert len(checked_sets(answer, 0.8)) == 12
     sets = [
-        formats.decode_prompt_top_p(each["meta_info"], PROMPT_IDS[start:]) for each in (prefilled, answer)
+        formats.decode_top_p(each["meta_info"], PROMPT_IDS[start:], side="input")
+        for each in (prefilled, answer)
     ]
     assert sets[0] == sets[1]
     assert len(sets[0]) == 200 - start
@@ -205,7 +206,7 @@ async def test_streams(pair: Pair, base64: bool) -> None:
     assert len(chunks) > 1  # SGLang merges chunks if its HTTP process falls behind
     for chunk in chunks:
         checked_sets(chunk, 0.8)
-        assert len(formats.decode_prompt_top_p(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
+        assert len(formats.decode_top_p(chunk["meta_info"], PROMPT_IDS[95:100], side="input")) == 5
     assert len(chunks[-1]["output_ids"]) == 48
 
 
@@ -300,7 +301,7 @@ def test_through_a_router(pair: Pair, log_folder: Path) -> None:
         body = {"input_ids": PROMPT_IDS, "sampling_params": SAMPLING, "logprob_start_len": 0, **WANTED}
         answer = httpx.post(f"{url}/generate", json=body, timeout=60).json()
         assert len(checked_sets(answer, 0.8)) == 12
-        sets = formats.decode_prompt_top_p(answer["meta_info"], PROMPT_IDS)
+        sets = formats.decode_top_p(answer["meta_info"], PROMPT_IDS, side="input")
         reported = [each[0] for each in answer["meta_info"]["input_token_logprobs"][1:]]
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], np.array(reported, np.float32))
 

@@ -23,7 +23,7 @@ def example(load_example: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_the_guide_shows_its_lines() -> None:
-    shown = block_with("how-to/train.md", "sets if replay else None")
+    shown = block_with("how-to/train.md", "targets, sets).logprobs")
     assert textwrap.indent(shown, "    ") in (EXAMPLES / "train.py").read_text()
 
 

@@ -1,7 +1,4 @@
-"""Sets from SGLang without the plugin: fixed-k log-probs and native sampling masks.
-
-Some requests also ask for our own fields, to intersect both, or for the fourth form of the arrays.
-"""
+"""Native sampling masks, which need no plugin, and SGLang's fixed-k log-probs in the plugin's arrays."""
 
 from __future__ import annotations
 
@@ -17,26 +14,13 @@ from sglang_topp import formats
 from sglang_topp.batch import collate_rl, nest_batch, unnest_batch
 from sglang_topp.errors import InvalidInputError, MissingCandidateSetsError
 from sglang_topp.replay import replay_metrics, replayed_old_logprobs, score, score_logits
-from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.candidate_set_checks import distributions
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine
-from tests.skip_missing_features import needs_native_masks, takes
+from tests.skip_missing_features import needs_native_masks
 
 PROMPTS = ["The quick brown fox", "a", "0123456789" * 8]
 SAMPLING = {"max_new_tokens": 24, "temperature": 0.8, "ignore_eos": True}
-FORMS: dict[str, dict[str, Any]] = {
-    name: fields
-    for name, fields in {
-        "lists": {},
-        "flat": {"return_flat_raw_output_top_logprobs": True},
-        "flat in base64": {
-            "return_flat_raw_output_top_logprobs": True,
-            "return_flat_raw_top_logprobs_b64": True,
-        },
-        "ours": {"return_logprobs_in_base64": True},
-    }.items()
-    if all(takes(field) for field in fields if "flat" in field)
-}
 
 
 def whole_distribution(entries: list[Any]) -> np.ndarray:
@@ -47,59 +31,28 @@ def whole_distribution(entries: list[Any]) -> np.ndarray:
     return logprobs
 
 
-def test_fixed_k_sets_are_the_definition_in_every_form(engine: Engine) -> None:
-    """Decode the set from a row of k, and from the whole distribution, which also shows ties beyond k."""
-    answers = engine.generate(
-        text=PROMPTS, sampling_params=SAMPLING, return_logprob=True, top_logprobs_num=VOCAB_SIZE
-    )
-    for answer in answers:
-        meta_info, output_ids = answer["meta_info"], answer["output_ids"]
-        for k in (1, 20):
-            sets = formats.decode_top_k(meta_info, output_ids, k, vocab_size=VOCAB_SIZE)
-            assert len(sets) == len(output_ids) == 24
-            for t, (ids, logprobs) in enumerate(sets):
-                q = whole_distribution(meta_info["output_top_logprobs"][t])
-                expected = {i for i in range(VOCAB_SIZE) if (q > q[i]).sum() < k} | {output_ids[t]}
-                assert set(ids.tolist()) == expected
-                np.testing.assert_array_equal(logprobs, q[ids])
-
-    for name, fields in FORMS.items():
-        answers = engine.generate(
-            text=PROMPTS,
-            sampling_params=SAMPLING,
-            return_logprob=True,
-            top_logprobs_num=5,
-            top_logprobs_p=0.7,
-            **fields,
-        )
-        for answer in answers:
-            meta_info, output_ids = answer["meta_info"], answer["output_ids"]
-            assert ("output_top_logprobs" in meta_info) == (name == "lists")
-            top_k = formats.decode_top_k(meta_info, output_ids, 5)
-            assert set(top_k.sizes.tolist()) <= {5, 6}
-            np.testing.assert_array_equal(
-                top_k.sampled_logprobs, [np.float32(entry[0]) for entry in meta_info["output_token_logprobs"]]
-            )
-            # Both come from one forward pass, so shared tokens have the same log-probs to the bit.
-            top_p = checked_sets(answer, 0.7)
-            both = top_k.intersect(top_p)
-            assert both == top_p.intersect(top_k)
-            for t, (ids, _) in enumerate(both):
-                assert set(ids.tolist()) == set(top_k[t][0].tolist()) & set(top_p[t][0].tolist())
+def test_fixed_k_arrays_hold_what_the_lists_hold(engine: Engine) -> None:
+    request = {"text": PROMPTS, "sampling_params": {**SAMPLING, "temperature": 0}}
+    request |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5}
+    listed = engine.generate(**request)
+    packed = engine.generate(**request, return_logprobs_in_base64=True)
+    for one, other in zip(listed, packed, strict=True):
+        assert "output_top_logprobs" not in other["meta_info"]
+        for side, count in (("input", one["meta_info"]["prompt_tokens"]), ("output", 24)):
+            rows = distributions(one["meta_info"], side, count)
+            assert len(rows) == count
+            for row, same in zip(rows, distributions(other["meta_info"], side, count), strict=True):
+                assert row[0].tolist() == same[0].tolist()
+                np.testing.assert_allclose(row[1], same[1], atol=1e-5)
 
 
-def test_streamed_and_empty_answers_have_fixed_k_sets(engine: Engine) -> None:
-    request = {"text": "hello", "return_logprob": True, "top_logprobs_num": 3}
-    for fields in (FORMS["lists"], FORMS["ours"]):
-        for chunk in engine.stream(**request, sampling_params=SAMPLING, **fields):
-            sets = formats.decode_top_k(chunk["meta_info"], chunk["output_ids"], 3)
-            assert len(sets) == len(chunk["output_ids"])
-    for fields in FORMS.values():
-        nothing = engine.generate(**request, sampling_params={"max_new_tokens": 0}, **fields)
-        assert len(formats.decode_top_k(nothing["meta_info"], nothing["output_ids"], 3)) == 0
-    without = engine.generate(text="hello", return_logprob=True, sampling_params=SAMPLING)
-    with pytest.raises(MissingCandidateSetsError):
-        formats.decode_top_k(without["meta_info"], without["output_ids"], 3)
+def test_streamed_and_empty_answers_have_fixed_k_arrays(engine: Engine) -> None:
+    request = {"return_logprob": True, "top_logprobs_num": 3, "return_logprobs_in_base64": True}
+    for chunk in engine.stream(text="hello", **request, sampling_params=SAMPLING):
+        rows = distributions(chunk["meta_info"], "output", len(chunk["output_ids"]))
+        assert [len(ids) for ids, _ in rows] == [3] * len(chunk["output_ids"])
+    nothing = engine.generate(text="hello", **request, sampling_params={"max_new_tokens": 0})
+    assert len(distributions(nothing["meta_info"], "output", 1)) <= 1
 
 
 @needs_native_masks("sampling_logprobs_mode")

@@ -188,6 +188,16 @@ def test_sglangs_own_additions_stay_beside_the_sets(client: openai.OpenAI) -> No
     assert not [key for key in meta_info if "top_p" in key or "sglang_topp" in key]
 
 
+@pytest.mark.skipif(not _takes("input_ids"), reason="this SGLang's chats have no input_ids")
+def test_a_chat_whose_token_ids_are_given_has_its_sets(engine: Engine, client: openai.OpenAI) -> None:
+    """As Miles' session server asks."""
+    extra = {**ASKED, "input_ids": [5, 6, 7], "return_meta_info": True}
+    answer = chat(client, extra, logprobs=True)
+    (entry,) = answer.sglext["candidate_sets"]
+    assert answer.usage.prompt_tokens == 3
+    check_against_the_engine(engine, [5, 6, 7], entry)
+
+
 def test_sagemakers_name_of_the_chat_route_serves_them_too(engine: Engine) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, "top_p": P, "ignore_eos": True, **ASKED}
     answer = engine.http.post("/invocations", json=body)

@@ -105,7 +105,7 @@ def test_streams_hold_the_sets_of_their_tokens(stages: Engine, base64: bool) -> 
     assert len(chunks) > 1  # SGLang merges chunks if its HTTP process falls behind
     for chunk in chunks:
         checked_sets(chunk, 0.9)
-        assert len(formats.decode_prompt_top_p(chunk["meta_info"], PROMPT_IDS[95:100])) == 5
+        assert len(formats.decode_top_p(chunk["meta_info"], PROMPT_IDS[95:100], side="input")) == 5
     assert len(chunks[-1]["output_ids"]) == 20
 
 

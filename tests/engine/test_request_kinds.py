@@ -203,7 +203,9 @@ def test_prompt_sets(engine: Engine, start: int, max_new_tokens: int) -> None:
         )
         reported = answer["meta_info"]["input_token_logprobs"]
         assert len(reported) == 200 - start
-        sets = formats.decode_prompt_top_p(answer["meta_info"], [token_id for _, token_id, _ in reported])
+        sets = formats.decode_top_p(
+            answer["meta_info"], [token_id for _, token_id, _ in reported], side="input"
+        )
         assert reported[0][0] is None
         assert sets.sizes[0] == 0
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
@@ -216,7 +218,7 @@ def test_streamed_prompt_sets_come_with_the_first_chunk(engine: Engine) -> None:
     chunks = engine.stream(text=PROMPT, sampling_params=SAMPLING, logprob_start_len=0, **WANTED)
     for chunk in chunks:
         reported = chunk["meta_info"]["input_token_logprobs"]
-        formats.decode_prompt_top_p(chunk["meta_info"], [token_id for _, token_id, _ in reported])
+        formats.decode_top_p(chunk["meta_info"], [token_id for _, token_id, _ in reported], side="input")
 
 
 def test_fixed_k_arrays_replace_the_lists(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The page that follows one request names each file that a request enters, and no other."""
+"""CONTRIBUTING.md follows one request: it names each file that a request enters, and no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.start_servers import run_engine
 from tests.matrix.releases import RELEASES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BODY = {
     "text": "hello",
     "sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True},
@@ -26,14 +26,14 @@ BODY = {
 
 
 def named() -> list[str]:
-    """Return the modules of the files that the page numbers, in its order."""
-    paths = re.findall(r"^\d+\. `([\w/]+)\.py`", PAGE.read_text(), re.M)
+    """Return the modules of the files that CONTRIBUTING.md numbers, in its order."""
+    paths = re.findall(r"^\d+\. `([\w/]+)\.py`", CONTRIBUTING.read_text(), re.M)
     paths = [path if path.startswith("sglang_topp/") else f"sglang_topp_patches/{path}" for path in paths]
     return [path.removesuffix("/__init__").replace("/", ".") for path in paths]
 
 
-@pytest.mark.skipif(version("sglang") != next(iter(RELEASES)), reason="the page follows the newest SGLang")
-def test_the_page_names_the_files_that_a_request_enters(
+@pytest.mark.skipif(version("sglang") != next(iter(RELEASES)), reason="the list follows the newest SGLang")
+def test_contributing_names_the_files_that_a_request_enters(
     model_path: Path, log_folder: Path, tmp_path: Path
 ) -> None:
     entered = tmp_path / "entered"

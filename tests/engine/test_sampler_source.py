@@ -18,7 +18,7 @@ from sglang_topp import CandidateSets, formats
 from sglang_topp.replay import replayed_old_logprobs, score
 from sglang_topp_client import RolloutClient
 from sglang_topp_patches.releases import Feature
-from tests.engine.candidate_set_checks import checked_sets
+from tests.engine.candidate_set_checks import checked_sets, distributions
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.start_servers import Engine, run_sidecar
 from tests.skip_missing_features import skip_without, takes
@@ -96,7 +96,7 @@ def test_sets_are_the_filters_applied_to_the_whole_distribution(engine: Engine) 
     decided = total = 0
     for answer, filters in zip(answers, grid, strict=False):
         sets = sets_of(answer)
-        whole = formats.decode_top_k(answer["meta_info"], answer["output_ids"], VOCAB_SIZE)
+        whole = distributions(answer["meta_info"], "output", len(sets))
         for t, (token_ids, logprobs) in enumerate(sets):
             every_id, every_logprob = whole[t]
             at = {int(i): float(logprob) for i, logprob in zip(every_id, every_logprob, strict=True)}

@@ -89,7 +89,7 @@ async def score(engine: Engine, way: str, ids: list[int], start: int = 1) -> Sco
     answer = await asyncio.to_thread(engine.generate, **body)
     meta_info = answer["meta_info"]
     reported = meta_info["input_token_logprobs"][1:]
-    sets = formats.decode_prompt_top_p(meta_info, ids[start - 1 :])[1:]
+    sets = formats.decode_top_p(meta_info, ids[start - 1 :], side="input")[1:]
     assert len(sets) == len(reported) == len(ids) - start
     logprobs = np.array([logprob for logprob, _, _ in reported], np.float32)
     return Scored(start, logprobs, sets, meta_info["weight_version"], meta_info["cached_tokens"])

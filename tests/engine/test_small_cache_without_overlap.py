@@ -147,7 +147,7 @@ async def test_retracted_requests_have_one_set_per_token(tight_engine: Engine, b
             assert len(checked_sets(answer, 0.9)) == 100
             reported = answer["meta_info"]["input_token_logprobs"]
             ids = [token_id for _, token_id, _ in reported]
-            sets = formats.decode_prompt_top_p(answer["meta_info"], ids)
+            sets = formats.decode_top_p(answer["meta_info"], ids, side="input")
             expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
             np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
         if sum(answer["meta_info"]["num_retractions"] for answer in answers):

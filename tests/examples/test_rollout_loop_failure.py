@@ -1,8 +1,10 @@
-"""The demo fails if a replayed ratio is off. tests/engine checks that it succeeds on the real engine."""
+"""The demo fails if a replayed ratio is off, and a kill ends its servers. tests/engine runs it for real."""
 
 from __future__ import annotations
 
 import importlib.util
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from examples.tiny_model import make_tiny_model
@@ -66,3 +69,21 @@ def test_the_exit_status_is_that_of_the_ratios(
     monkeypatch.setattr(sys, "argv", ["rollout_loop.py", "--model-path", model_path])
     assert example.main() == status
     assert ("FAILED" in capsys.readouterr().out) == bool(status)
+
+
+def test_a_plain_kill_ends_the_servers(tmp_path: Path) -> None:
+    server = tmp_path / "server"
+    server.write_text("#!/bin/sh\necho is ready: sidecar http://a engine http://b\nexec sleep 300\n")
+    server.chmod(0o755)
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(EXAMPLE.parent)!r})\nfrom rollout_loop import *\n"
+        f"sys.executable = {str(server)!r}\nwith serve(Path({str(tmp_path)!r})) as urls:\n"
+        "    print(*urls, flush=True)\n    time.sleep(300)"
+    )
+    example = psutil.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert example.stdout.readline() == "http://a http://b\n"
+    (running,) = example.children()
+    example.terminate()
+    assert example.wait(timeout=60) == 128 + signal.SIGTERM
+    assert not running.is_running()
+    example.stdout.close()

@@ -38,7 +38,8 @@ def test_meta_info_of_prompt_tokens(sets):
     ]
     for meta_info in (fields, listed(sets, "input")):
         assert (
-            formats.decode_prompt_top_p(json.loads(json.dumps(meta_info)), sets.sampled_ids.tolist()) == sets
+            formats.decode_top_p(json.loads(json.dumps(meta_info)), sets.sampled_ids.tolist(), side="input")
+            == sets
         )
     assert not formats.has_top_p(fields)
 
@@ -102,8 +103,8 @@ MALFORMED = {
     "lengths are none": (LENGTHS, {LENGTHS: []}, "got 0 positions for 2 tokens"),
     "lengths hold a float": (LENGTHS, {LENGTHS: [3.0, 1]}, "expected integers of 32 bits"),
     "lengths hold a string": (LENGTHS, {LENGTHS: ["3", 1]}, "expected integers of 32 bits"),
-    "lengths hold a boolean": (LENGTHS, {LENGTHS: [3, True]}, "got a boolean"),
-    "lengths hold false": (LENGTHS, {LENGTHS: [4, False]}, "got a boolean"),
+    "lengths hold a boolean": (LENGTHS, {LENGTHS: [3, True]}, "got True, expected integers of 32"),
+    "lengths hold false": (LENGTHS, {LENGTHS: [4, False]}, "got False, expected integers of 32"),
     "lengths hold a null": (LENGTHS, {LENGTHS: [3, None]}, "expected integers of 32 bits"),
     "lengths hold a list": (LENGTHS, {LENGTHS: [3, [1]]}, "expected integers of 32 bits"),
     "lengths hold NaN": (LENGTHS, {LENGTHS: [3, math.nan]}, "expected integers of 32 bits"),
@@ -143,7 +144,7 @@ def test_malformed_fields_are_named(case):
 
     as_input = {key.replace("output", "input"): value for key, value in (FIELDS | change).items()}
     with pytest.raises(WireError, match=problem) as caught:
-        formats.decode_prompt_top_p(without_ellipsis(as_input), [2, 7])
+        formats.decode_top_p(without_ellipsis(as_input), [2, 7], side="input")
     assert caught.value.field == field.replace("output", "input")
 
 
@@ -164,14 +165,14 @@ ENTRIES = [[[-0.5, 5, None], [-1.0, 2, " a"], [-1.0, 9]], [[-0.25, 7, None]]]
         ([ENTRIES[0], [[-0.25]]], "expected every candidate as"),
         ([ENTRIES[0], [[-0.25, 7, None, 0]]], "expected every candidate as"),
         ([ENTRIES[0], [{"logprob": -0.25, "id": 7}]], "expected every candidate as"),
-        ([ENTRIES[0], [["-0.25", 7, None]]], "got '-0.25' as a log-prob"),
-        ([ENTRIES[0], [[None, 7, None]]], "got None as a log-prob"),
-        ([ENTRIES[0], [[True, 7, None]]], "got True as a log-prob"),
+        ([ENTRIES[0], [["-0.25", 7, None]]], "got '-0.25', expected log-probs"),
+        ([ENTRIES[0], [[None, 7, None]]], "got None, expected log-probs"),
+        ([ENTRIES[0], [[True, 7, None]]], "got True, expected log-probs"),
         ([ENTRIES[0], [[-0.25, 7.0, None]]], "got 7.0, expected integers of 32 bits"),
         ([ENTRIES[0], [[-0.25, "7", None]]], "got '7', expected integers of 32 bits"),
-        ([ENTRIES[0], [[-0.25, True, None]]], "got a boolean, expected integers of 32 bits"),
+        ([ENTRIES[0], [[-0.25, True, None]]], "got True, expected integers of 32 bits"),
         ([ENTRIES[0], [[-0.25, 2**31, None]]], "got 2147483648, expected integers of 32 bits"),
-        ([ENTRIES[0], [[-(10**400), 7, None]]], "too large"),
+        ([ENTRIES[0], [[-(10**400), 7, None]]], "got a number of 1329 bits, expected log-probs"),
         ([ENTRIES[0], [[-0.25, -7, None]]], "got -7 at position 1"),
         ([ENTRIES[0], [[math.nan, 7, None]]], "got nan at position 1"),
         ([ENTRIES[0], [[0.25, 7, None]]], "got 0.25 at position 1"),
@@ -192,14 +193,14 @@ def test_malformed_lists_are_named(rows, problem):
 @pytest.mark.parametrize(
     ("output_ids", "problem"),
     [
-        ([2, -1], "got -1, expected token ids from 0 on"),
+        ([2, -1], "got -1, expected token ids from 0 to 2147483647"),
         ([2, 2**31], "got 2147483648, expected integers of 32 bits"),
         ([2, 10**9999], "got a number of 33216 bits, expected integers of 32 bits"),
         ([2, 2**70], "expected integers of 32 bits"),
         ([2, 7.0], "expected integers of 32 bits"),
         ([2, "7"], "expected integers of 32 bits"),
         ([2, None], "expected integers of 32 bits"),
-        ([2, True], "got a boolean"),
+        ([2, True], "got True"),
         ([[2, 7]], "expected integers of 32 bits"),
         ((2, "7"), "expected integers of 32 bits"),
         (np.array([2.0, 7.0]), "got 1-D float64"),
@@ -247,7 +248,7 @@ def test_no_set_at_a_generated_position(fields):
     ):
         formats.decode_top_p(fields, [2, 7])
     as_input = {key.replace("output", "input"): value for key, value in fields.items()}
-    assert formats.decode_prompt_top_p(as_input, [2, 7]).sizes.tolist() == [3, 0]
+    assert formats.decode_top_p(as_input, [2, 7], side="input").sizes.tolist() == [3, 0]
 
 
 json_values = st.recursive(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from itertools import chain
 
 import pytest
@@ -34,3 +36,20 @@ def test_a_chunk_that_lacks_a_field_leaves_the_merge_without_it():
     assert merged == {}
     with pytest.raises(MissingCandidateSetsError):
         formats.decode_top_p(merged, [2, 7])
+
+
+def test_top_k_fields_leave_out_rows_without_a_distribution():
+    fields = formats.encode_top_k(
+        "output", [[-0.5, -1.0], None, [-0.25, -2.0], []], [[5, 2], None, [7, 1], []]
+    )
+    assert fields["output_top_logprobs_shape"] == [2, 2]
+    assert fields["output_top_logprobs_none_positions"] == [1, 3]
+    values = struct.unpack("<4f", base64.b64decode(fields["output_top_logprobs_val_base64"]))
+    ids = struct.unpack("<4i", base64.b64decode(fields["output_top_logprobs_idx_base64"]))
+    assert values == (-0.5, -1.0, -0.25, -2.0)
+    assert ids == (5, 2, 7, 1)
+    for rows, none in (([None], [0]), ([], [])):
+        nothing = formats.encode_top_k("input", rows, rows)
+        assert nothing["input_top_logprobs_shape"] == [0, 0]
+        assert nothing["input_top_logprobs_none_positions"] == none
+        assert nothing["input_top_logprobs_val_base64"] == nothing["input_top_logprobs_idx_base64"] == ""

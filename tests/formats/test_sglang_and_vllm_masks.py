@@ -174,21 +174,21 @@ HALF, QUARTER, THIRD = math.log(0.5), math.log(0.25), math.log(1 / 3)
         ({MASK: [[5, 2], [7.0]]}, MASK, "expected integers of 32 bits"),
         ({MASK: [[5, 2], ["7"]]}, MASK, "expected integers of 32 bits"),
         ({MASK: [[5, 2], [None]]}, MASK, "expected integers of 32 bits"),
-        ({MASK: [[True, 2], [7]]}, MASK, "got a boolean"),
+        ({MASK: [[True, 2], [7]]}, MASK, "got True"),
         ({MASK: [[5, 2], [2**31]]}, MASK, "got 2147483648, expected integers of 32 bits"),
         ({MASK: [[5, 2], [10**9999]]}, MASK, "got a number of 33216 bits"),
-        ({MASK: [[5, 2], [-7]]}, MASK, "got -7, expected token ids from 0 on"),
-        ({MASK: [[2, 2], [7]]}, MASK, "2 occurs twice at position 0"),
+        ({MASK: [[5, 2], [-7]]}, MASK, "got -7, expected token ids from 0 to 2147483647"),
+        ({MASK: [[2, 2], [7]]}, MASK, "2 then 2 at position 0; .* without duplicates"),
         ({MASK: [[5, 11], [7]]}, MASK, "got id 11, expected less than vocab_size 10"),
         ({LOGPROBS: "x"}, LOGPROBS, "got str, expected a list"),
         ({LOGPROBS: [[HALF, HALF]]}, LOGPROBS, "got 1 positions for 2 tokens"),
         ({LOGPROBS: [-0.5]}, LOGPROBS, "got 1 positions for 2 tokens"),
-        ({LOGPROBS: [-0.5, None]}, LOGPROBS, "got None as a log-prob"),
-        ({LOGPROBS: [-0.5, "x"]}, LOGPROBS, "got 'x' as a log-prob"),
+        ({LOGPROBS: [-0.5, None]}, LOGPROBS, "got None, expected log-probs"),
+        ({LOGPROBS: [-0.5, "x"]}, LOGPROBS, "got 'x', expected log-probs"),
         ({LOGPROBS: [[HALF, HALF], 0.0]}, LOGPROBS, "got float for the 1 tokens at position 1"),
         ({LOGPROBS: [-0.5, [0.0]]}, LOGPROBS, "got float for the 2 tokens at position 0"),
         ({LOGPROBS: [[HALF], [0.0]]}, LOGPROBS, "got 1 log-probs for the 2 tokens at position 0"),
-        ({LOGPROBS: [[HALF, HALF], [None]]}, LOGPROBS, "got None as a log-prob"),
+        ({LOGPROBS: [[HALF, HALF], [None]]}, LOGPROBS, "got None, expected log-probs"),
         ({LOGPROBS: [[HALF, math.nan], [0.0]]}, LOGPROBS, "probability of nan at position 0, expected 1"),
         ({LOGPROBS: [[HALF, math.inf], [0.0]]}, LOGPROBS, "probability of inf at position 0"),
         # Log-probs over the whole vocabulary, or of a mask that lost some of its tokens.
@@ -198,7 +198,7 @@ HALF, QUARTER, THIRD = math.log(0.5), math.log(0.25), math.log(1 / 3)
         ({TOKENS: [[LOWEST, 2], [0.0, 7]]}, LOGPROBS, "which are not of one distribution"),
         ({TOKENS: [[-math.inf, 2], [0.0, 7]]}, LOGPROBS, "which are not of one distribution"),
         ({TOKENS: [[math.nan, 2], [0.0, 7]]}, TOKENS, "got nan at position 0"),
-        ({TOKENS: [[None, 2], [0.0, 7]]}, TOKENS, "got None as a log-prob"),
+        ({TOKENS: [[None, 2], [0.0, 7]]}, TOKENS, "got None, expected log-probs"),
         ({TOKENS: [[-2.0, 5], [0.0, 7]]}, TOKENS, "got token 5 at position 0; the output is 2"),
         ({TOKENS: [[-2.0, 2]]}, TOKENS, "got 1 positions for 2 tokens"),
         ({TOKENS: "x"}, TOKENS, "expected a list"),
@@ -213,7 +213,7 @@ def test_malformed_fields_are_named(change: dict[str, Any], field: str, problem:
 
 
 def test_malformed_masks_of_vllm_are_named_by_their_own_field() -> None:
-    with pytest.raises(WireError, match=r"^sampling_mask: 2 occurs twice at position 0"):
+    with pytest.raises(WireError, match=r"^sampling_mask: 2 then 2 at position 0"):
         formats.decode_sampling_mask({"sampling_mask": [[2, 2]]}, [2])
     with pytest.raises(SampledTokenMissingError, match=r"^sampling_mask: 3 is not among"):
         formats.decode_sampling_mask({"sampling_mask": [[2, 4]]}, [3])

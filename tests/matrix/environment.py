@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
 JOURNALS = ROOT / ".matrix"  # outcomes of interrupted runs
 _ENVIRONMENT = JOURNALS / "environment"
-_EXTRAS = ("torch", "server", "sglang", "tensordict", "data")
+_EXTRAS = ("torch", "server", "sglang", "data")
 
 
 @contextlib.contextmanager

@@ -190,10 +190,10 @@ def format_table(results: Sequence[Result], refused: Mapping[str, Mapping[str, s
         lines.append(f"| {each.release} | {torch} | {python} | {each.state} | {count} |")
     lines.append("| any other | | | refused | |")
     if reasons:
-        lines.append("")
+        lines += ["", "Older releases refuse:", ""]
     for (what, why), releases in sorted(reasons.items()):
         ranges = _format_ranges(releases, [each.release for each in results])
-        lines.append(f"- `{what}` is refused on SGLang {ranges}: {why}.")
+        lines.append(f"- `{what}` on {ranges}: {why}.")
     return "\n".join(lines)
 
 

@@ -159,8 +159,10 @@ def test_table_lists_releases_and_reasons() -> None:
     assert {line.count("|") for line in lines[:5]} == {6}
     assert lines[5:] == [
         "",
-        "- `--pp-size` is refused on SGLang 0.5.12 to 0.5.20: hands nothing on.",
-        "- `resumed_tokens` is refused on SGLang 0.5.20: has no function.",
+        "Older releases refuse:",
+        "",
+        "- `--pp-size` on 0.5.12 to 0.5.20: hands nothing on.",
+        "- `resumed_tokens` on 0.5.20: has no function.",
     ]
 
 

@@ -118,6 +118,20 @@ def test_rows_of_one_batch_may_finish_in_different_stages(implementation):
     assert min(sizes) < 100
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_one_batch_may_have_different_thresholds(implementation):
+    # With p = 1, no block is tried, and these rows' sets come last.
+    logprobs = torch.cat([model_like(1, LARGE, std=std, seed=9) for std in (7, 0.1, 7, 0.0, 7)])
+    assert_parity(implementation, logprobs, [1.0, 0.95, 0.95, 1.0, 0.0], [5, 4, 3, 2, 1])
+
+
+@pytest.mark.parametrize("vocab", [512, LARGE])
+def test_a_set_does_not_hold_the_sorted_row_in_memory(vocab):
+    token_ids, logprobs, _ = by_torch(model_like(1, vocab), 0.95)
+    for values in (token_ids, logprobs):
+        assert values.untyped_storage().nbytes() == values.nbytes
+
+
 @pytest.mark.parametrize("vocab", sorted({512, 8_257, LARGE}))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_that_are_mostly_impossible(implementation, vocab):
@@ -273,6 +287,16 @@ def test_any_small_batch_in_small_blocks(implementation, batch):
     # With blocks this small, rows pass through different combinations of the stages.
     with small_blocks(implementation):
         assert_parity(implementation, *batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        ids, _, _ = top_p_candidates(torch.tensor([[-0.1, -3.0]], dtype=torch.float32), 0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ids.tolist() == [0]
 
 
 def test_result_constructs_candidate_sets():

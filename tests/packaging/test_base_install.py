@@ -54,7 +54,7 @@ def test_the_command_says_what_is_missing(base_install: Path) -> None:
         (["serve", "--model-path", "m"], "sglang"),
         (["sidecar", "--engine-url", "http://127.0.0.1:1"], "server"),
         (["doctor"], "sglang"),
-        (["rollouts", "rollouts.parquet"], "data"),
+        (["view", "rollouts.parquet"], "data"),
         (["generate", "--url", "http://127.0.0.1:1", "--prompt", "a", "--out", "run"], "data"),
     ):
         ended = run(base_install / "sglang-topp", *arguments, check=False)
@@ -83,7 +83,7 @@ def installed_beside(release: Release, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.15.post1", "0.5.20"])
-@pytest.mark.parametrize("extra", ["", "[sglang]", "[sglang,server,torch,tensordict,data]"])
+@pytest.mark.parametrize("extra", ["", "[sglang]", "[sglang,server,torch,data]"])
 def test_an_environment_with_sglang_gets_our_package_and_nothing_else(
     wheel: Path, tmp_path: Path, version: str, extra: str
 ) -> None:

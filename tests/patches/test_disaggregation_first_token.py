@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from sglang_topp.errors import WireError
-from sglang_topp_patches.disaggregation import FirstToken, differing_names, first_token_inputs
+from sglang_topp_patches.disaggregation import FirstToken, first_token_inputs
 from sglang_topp_patches.request import NOTHING, SetsRequest
 from sglang_topp_patches.set_buffer import PackedSet, Problem, SetBuffer
 
@@ -65,20 +66,38 @@ def test_what_is_read_is_what_was_written(value: SetBuffer) -> None:
         assert (read.sets.spans, read.sets.prompt_version) == (value.spans, value.prompt_version)
 
 
-def test_what_is_not_whole_is_an_error() -> None:
-    body = FirstToken(1, ASKED, sets(of_size(10))).to_bytes()
-    line, _, arrays = body.partition(b"\n")
-    other = json.dumps({**json.loads(line), "version": "0.0.1"}).encode()
-    for broken, words in [
-        (body[:-1], "79 bytes of arrays, expected 80"),
-        (body + b"x", "81 bytes"),
-        (b"<html>", "expected a line of JSON"),
-        (b"{}\n", "expected a line of JSON"),
-        (b"[1]\n", "expected a line of JSON"),
-        (other + b"\n" + arrays, "has sglang-topp 0.0.1"),
-    ]:
-        with pytest.raises(WireError, match=words):
-            FirstToken.from_bytes(broken)
+WRITTEN = FirstToken(1, ASKED, sets(of_size(10)))
+FIELDS = msgspec.msgpack.decode(WRITTEN.to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *((WRITTEN.to_bytes()[:end], "expected MessagePack") for end in (0, 1, 50, -1)),
+        (WRITTEN.to_bytes() + b"x", "expected MessagePack"),
+        (b"<html>", "expected MessagePack"),
+        *(
+            (msgspec.msgpack.encode(other), "expected MessagePack")
+            for other in (
+                {},
+                [1],
+                {**FIELDS, "sets": {**FIELDS["sets"], "generated": [b"1234", b"1234", [2]]}},
+                {**FIELDS, "sets": {**FIELDS["sets"], "generated": [b"", b"", 3]}},
+                {**FIELDS, "sets": {**FIELDS["sets"], "generated": [b"", b"", [1 << 40]]}},
+                {**FIELDS, "sets": {**FIELDS["sets"], "generated": [1 << 33, b"", []]}},
+                {**FIELDS, "sets": {**FIELDS["sets"], "generated": [[1, 2, 3, 4], [1, 2, 3, 4], [1]]}},
+                {**FIELDS, "sets": {**FIELDS["sets"], "prompt": 3}},
+                {**FIELDS, "token_id": "1"},
+            )
+        ),
+        (FirstToken(1, ASKED, sets()).to_bytes(), "got 0 sets, expected one"),
+        (msgspec.msgpack.encode({**FIELDS, "sets": {**FIELDS["sets"], "spans": []}}), "expected one"),
+        (replace(WRITTEN, version="0.0.1").to_bytes(), "has sglang-topp 0.0.1"),
+    ],
+)
+def test_what_is_not_whole_is_an_error(body: bytes, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        FirstToken.from_bytes(body)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +124,4 @@ def test_a_request_without_sets_differs_in_what_it_asks_for_alone() -> None:
     """Custom parameters that held the plugin's fields alone are left out, or None on the OpenAI routes."""
     sampling = {**OBJ.sampling_params, "custom_params": None}
     other = {**vars(OBJ), "sampling_params": sampling, "sglang_topp_request": NOTHING}
-    assert differing_names(INPUTS, first_token_inputs(SimpleNamespace(**other))) == ("top_logprobs_p",)
+    assert {**first_token_inputs(SimpleNamespace(**other)), "top_logprobs_p": "0.9"} == INPUTS

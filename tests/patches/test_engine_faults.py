@@ -16,9 +16,9 @@ from sglang_topp import formats
 from sglang_topp_patches.http import answer as answers
 from sglang_topp_patches.http.process_state import Call, CallEndedError, current_call
 from sglang_topp_patches.memory import Budget
-from sglang_topp_patches.releases import Feature, Sglang0514
+from sglang_topp_patches.releases import Feature
 from sglang_topp_patches.request import SetsRequest, attach
-from sglang_topp_patches.scheduler import prompts
+from sglang_topp_patches.scheduler import host_copy_before_0_5_19, prompts
 from sglang_topp_patches.scheduler.prompts import PromptExtraction, PromptSets, forget_rows
 from sglang_topp_patches.scheduler.requests import SchedulerProcess, Weights, admit, is_refused
 from sglang_topp_patches.scheduler.sets import extract
@@ -259,7 +259,7 @@ def test_a_request_without_sets_is_retracted_from_a_mixed_batch() -> None:
     """SGLang before 0.5.15 gives every request of such a batch the lists that one of them has."""
     asks, other = Req("a"), Req("b")
     asks.customized_info, other.customized_info = {KEY: SetBuffer()}, None
-    Sglang0514().align([asks, other])
+    host_copy_before_0_5_19.commit(None, [asks, other])
     assert other.customized_info is not None
     forget_rows(None, other)
     assert not is_refused(other)

@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_topp_patches import capabilities, plugin, releases
 from sglang_topp_patches.capabilities import check_seams, status
 from sglang_topp_patches.hooks import Hook, Seam
-from sglang_topp_patches.plugin import all_seams, new_states
+from sglang_topp_patches.plugin import all_seams
 from sglang_topp_patches.releases import RELEASES, UNLISTED, installed
 
 # SGLang warns if it is imported without an accelerator.
@@ -66,7 +66,7 @@ def test_other_releases_are_not_checked() -> None:
 def test_with_a_problem_only_hooks_that_refuse_and_report_run(
     registered: dict[str, list[object]], seam: Seam
 ) -> None:
-    assert not plugin._register([*all_seams(), seam], new_states())
+    plugin._register([*all_seams(), seam])
     name = installed()[0]
     refusing = [hook.target for hook in HOOKS if hook.always and hook.is_in(name)]
     assert sorted(registered) == sorted(set(refusing))
@@ -75,7 +75,7 @@ def test_with_a_problem_only_hooks_that_refuse_and_report_run(
 
 
 def test_without_a_problem_all_hooks_of_the_release_run(registered: dict[str, list[object]]) -> None:
-    plugin._register(all_seams(), new_states())
+    plugin._register(all_seams())
     name = installed()[0]
     assert sum(map(len, registered.values())) == sum(hook.is_in(name) for hook in HOOKS)
     HookRegistry._patched |= registered.keys()
@@ -87,14 +87,14 @@ def test_on_an_unlisted_release_every_hook_that_refuses_is_tried(
 ) -> None:
     for module in (releases, capabilities):
         monkeypatch.setattr(module, "installed", lambda: ("0.0.3", UNLISTED))
-    plugin._register(all_seams(), new_states())
+    plugin._register(all_seams())
     assert set(registered) == {hook.target for hook in HOOKS if hook.always}
     supported = ", ".join(RELEASES)
     assert status().problems == (f"SGLang 0.0.3 is not supported; supported: {supported}",)
 
 
 def test_a_hook_that_is_not_in_place_is_a_problem(registered: dict[str, list[object]]) -> None:
-    plugin._register(all_seams(), new_states())
+    plugin._register(all_seams())
     missing = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
     HookRegistry._patched |= registered.keys() - {missing}
     (problem,) = status().problems

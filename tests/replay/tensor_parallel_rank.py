@@ -355,8 +355,8 @@ def context_parallel(cp_group, tp_group=None) -> dict[str, float]:
     rows, everything = layout.select_rows(prompts, responses), Layout().select_rows(prompts, responses)
     new = draw(num_positions)
     old = replayed_old_logprobs(sets)
-    part = replay_metrics(rows.take(new), rows.take(old), rows.take_sets(sets), p=0.9).all_reduce(cp_group)
-    whole = replay_metrics(everything.take(new), everything.take(old), everything.take_sets(sets), p=0.9)
+    part = replay_metrics(rows.take(new), rows.take(old), rows.take_sets(sets)).all_reduce(cp_group)
+    whole = replay_metrics(everything.take(new), everything.take(old), everything.take_sets(sets))
     out["metrics" + ("" if tp_group is None else " with tensor parallelism")] = worst(
         [(torch.tensor(a), torch.tensor(b)) for a, b in zip(astuple(part), astuple(whole), strict=True)]
     )

@@ -26,7 +26,7 @@ def test_by_hand():
     )
     old = replayed_old_logprobs(sets)
     new = old + torch.tensor([math.log(2.0), 0.0, 5.0, 0.0, math.log(1.05), 9.0])
-    metrics = replay_metrics(new, old, sets, loss_mask=[1, 1, 1, 1, 1, 0], p=[0.4, 1, 1, 1, 0.99, 1])
+    metrics = replay_metrics(new, old, sets, loss_mask=[1, 1, 1, 1, 1, 0])
     summary = metrics.summary()
     assert metrics.tokens == 4  # without the empty span and the masked one
     assert summary["replay/ratio_mean"] == pytest.approx((2 + 1 + 1 + 1.05) / 4)
@@ -37,9 +37,6 @@ def test_by_hand():
     assert summary["replay/set_size_mean"] == 7 / 4
     assert summary["replay/set_size_max"] == 3
     assert summary["replay/singleton_share"] == 2 / 4
-    # The more likely tokens have mass 0.5 at position 0 (p = 0.4), and mass 1.0 at position 4 (p = 0.99).
-    assert summary["replay/forced_share"] == 2 / 4
-    assert math.isnan(replay_metrics(new, old, sets).summary()["replay/forced_share"])
 
 
 def test_any_cut_adds_up_to_the_whole():
@@ -48,17 +45,17 @@ def test_any_cut_adds_up_to_the_whole():
     old = replayed_old_logprobs(sets)
     new = old + torch.randn(60, generator=torch.Generator().manual_seed(0))
     mask = rng.random(60) < 0.7
-    whole = replay_metrics(new, old, sets, loss_mask=mask, p=0.9)
+    whole = replay_metrics(new, old, sets, loss_mask=mask)
     for cuts in ([0, 60], [0, 1, 1, 59, 60], [0, 7, 20, 33, 60]):
         parts = [slice(a, b) for a, b in pairwise(cuts)]
         total = ReplayMetrics()
         for part in parts:
-            total += replay_metrics(new[part], old[part], sets[part], loss_mask=mask[part], p=0.9)
+            total += replay_metrics(new[part], old[part], sets[part], loss_mask=mask[part])
         assert astuple(total) == pytest.approx(astuple(whole), rel=1e-12)
 
 
 def test_no_token_counts():
-    summary = replay_metrics(torch.zeros(2), torch.zeros(2), CandidateSets.empty(2), p=1.0).summary()
+    summary = replay_metrics(torch.zeros(2), torch.zeros(2), CandidateSets.empty(2)).summary()
     assert summary["replay/tokens"] == 0
     assert math.isnan(summary["replay/ratio_mean"])
 
@@ -71,16 +68,6 @@ def test_a_token_that_the_rollout_gave_no_probability():
     assert math.isnan(replay_metrics(torch.tensor([-math.inf]), replayed_old_logprobs(sets), sets).ratios)
 
 
-@pytest.mark.parametrize("rounded_to", [-2, 0])
-def test_at_p_1_only_the_impossible_is_forced(rounded_to: int):
-    """The float32 mass above the last token is below 1 or above 1. Neither decides whether it is forced."""
-    third = float(np.nextafter(np.float32(math.log(1 / 3)), np.float32(rounded_to)))
-    for rare, forced in ((-20.0, 0), (-np.inf, 1), (float(np.finfo(np.float32).min), 1)):
-        sets = CandidateSets([1, 2, 3, 4], [third, third, third, rare], [0, 4], [4])
-        assert (np.exp(sets.logprobs[:3], dtype=np.float64).sum() > 1) == (rounded_to == 0)
-        assert replay_metrics(torch.zeros(1), torch.zeros(1), sets, p=1.0).forced_tokens == forced
-
-
 def test_errors_name_the_argument_and_the_problem():
     sets = random_sets([2, 3], 9)
     good = torch.zeros(2)
@@ -90,10 +77,5 @@ def test_errors_name_the_argument_and_the_problem():
         replay_metrics(good, good[:, None], sets)
     with pytest.raises(InvalidInputError, match=r"^loss_mask: got shape \(1,\)"):
         replay_metrics(good, good, sets, loss_mask=[1])
-    with pytest.raises(InvalidInputError, match=r"^p: got shape \(3,\)"):
-        replay_metrics(good, good, sets, p=[1, 1, 1])
     with pytest.raises(InvalidInputError, match=r"^loss_mask: got dtype float64 or a NaN"):
         replay_metrics(good, good, sets, loss_mask=[1, math.nan])
-    for p in (0, 97, math.nan, [0.9, -1]):
-        with pytest.raises(InvalidInputError, match=r"^p: got .*, expected above 0 and at most 1"):
-            replay_metrics(good, good, sets, p=p)

@@ -206,13 +206,7 @@ def test_layout_old_logprobs_and_metrics():
         kept = rows.take(ids.to(device))
         old = replayed_old_logprobs(rows.take_sets(SETS), output_ids=kept)
         whole = replayed_old_logprobs(SETS, output_ids=ids.to(device))
-        metrics = replay_metrics(
-            whole.to(device),
-            whole.to(device),
-            SETS,
-            loss_mask=mask.to(device),
-            p=torch.tensor(0.9, device=device),
-        )
+        metrics = replay_metrics(whole.to(device), whole.to(device), SETS, loss_mask=mask.to(device))
         assert metrics.summary()["replay/ratio_mean"] == 1.0
         return {"picked": picked, "spread": spread, "kept": kept, "grad": hidden.grad, "old": old.to(device)}
 

@@ -185,6 +185,7 @@ def test_errors_name_the_argument_and_the_problem():
         "cp_size=2, cp_rank=2": lambda: Layout(cp_size=2, cp_rank=2),
         "response_lengths: got 1 for 2": lambda: Layout().select_rows([1, 1], [2]),
         "prompt_lengths: got -1": lambda: Layout().select_rows([-1], [2]),
+        "prompt_lengths: expected integers": lambda: Layout().select_rows([[1], [2, 3]], [2]),
         "response_lengths: got float64 of shape": lambda: Layout().select_rows([1], [2.5]),
         "loss_mask: got shape \\(3,\\), expected \\[4\\]": lambda: Layout().select_rows(
             [1, 1], [2, 2], loss_mask=[1] * 3

@@ -66,5 +66,3 @@ def test_metrics_do_without_the_kept_mass() -> None:
     np.testing.assert_equal(same, expected)
     nothing = replay_metrics(new, old, sets.without_logprobs(), loss_mask=[0] * 6)
     assert nothing.kept_mass == 0
-    with pytest.raises(InvalidInputError, match="logprobs: these candidate sets have none"):
-        replay_metrics(new, old, sets.without_logprobs(), p=0.9)

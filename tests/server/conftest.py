@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +16,10 @@ import httpx
 import pytest
 import uvicorn
 
+from sglang_topp.errors import SglangToppError
 from sglang_topp_server.api.app import create_app
 from sglang_topp_server.engine import EngineClient
+from sglang_topp_server.error_responses import http_status
 from sglang_topp_server.process.launch import listen
 from sglang_topp_server.settings import Limits
 
@@ -82,12 +86,37 @@ def _eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return value
 
 
+def post(body: bytes, path: str = "/rollouts", length: int | None = None) -> bytes:
+    """Return the bytes of a request that declares the body's length, or another one."""
+    length = len(body) if length is None else length
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), length) + body
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def refusal(*words: str, status: int = 400) -> Iterator[None]:
+    """Check that the block raises an error with these words, which becomes this HTTP status."""
+    with pytest.raises(SglangToppError) as raised:
+        yield
+    assert http_status(raised.value) == status
+    for word in words:
+        assert word in str(raised.value)
+
+
 class Sidecar:
     """A running sidecar with an HTTP client for it."""
 
-    def __init__(self, served: Served) -> None:
-        self.url, self.port, self._served = served.url, served.port, served
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+    def __init__(self, served: Served, stack: ExitStack) -> None:
+        self.url, self.port, self._served, self._stack = served.url, served.port, served, stack
+        self.http = stack.enter_context(httpx.Client(base_url=self.url, timeout=60, trust_env=False))
 
     def rollouts(self, prompts: Any = "ab", **fields: Any) -> httpx.Response:
         fault = fields.pop("fault", None)
@@ -99,6 +128,24 @@ class Sidecar:
 
     def scores(self, sequences: Any, **fields: Any) -> httpx.Response:
         return self.http.post("/scores", json={"sequences": sequences, "top_logprobs_p": 0.9, **fields})
+
+    def send(
+        self, path: str = "/rollouts", *, receive_buffer: int | None = None, **fields: Any
+    ) -> socket.socket:
+        """Send a request on a connection of its own, and return the connection."""
+        if path == "/rollouts":
+            fields = {"prompts": "a", "top_logprobs_p": 0.9, **fields}
+        return self.dial(post(json.dumps(fields).encode(), path), receive_buffer=receive_buffer)
+
+    def dial(self, sent: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
+        """Open a connection, with a receive buffer of this size, and send some bytes on it."""
+        connection = self._stack.enter_context(socket.socket())
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(sent)
+        return connection
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of one sample in /metrics, or 0 if it is missing."""
@@ -120,6 +167,12 @@ class Sidecar:
 def eventually() -> Callable[..., Any]:
     """Wait until a condition is true. No test depends on the time that this takes."""
     return _eventually
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "stream"])
+def stream(request: pytest.FixtureRequest) -> Any:
+    """Whether the sidecar streams its answer."""
+    return request.param
 
 
 @pytest.fixture
@@ -186,8 +239,7 @@ def start(stack: ExitStack) -> Callable[..., Sidecar]:
         served = stack.enter_context(
             Served(app, reader_timeout_s=bounds.io_timeout_s, ws="none", timeout_keep_alive=75)
         )
-        sidecar = Sidecar(served)
-        stack.callback(sidecar.http.close)
+        sidecar = Sidecar(served, stack)
         if wait:
             _eventually(sidecar.is_ready)
         return sidecar

@@ -10,11 +10,6 @@ from sglang_topp_client import RolloutClient
 from sglang_topp_server.engine import EngineClient
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "stream"])
-def stream(request):
-    return request.param
-
-
 @pytest.mark.parametrize(
     ("fault", "status", "kind", "words"),
     [
@@ -198,7 +193,7 @@ def test_another_server_at_the_engines_address_is_not_ready(start):
     assert "/server_info: HTTP 404" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("where", ["server.api.encodings.to_record", "client.run.Run._take"])
+@pytest.mark.parametrize("where", ["server.api.sample_endpoint.to_record", "client.run.Run._take"])
 def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, caplog, stream, where):
     def broken(*_):
         raise KeyError("a fault of our own")
@@ -208,7 +203,7 @@ def test_a_server_error_is_not_a_bare_500(sidecar, monkeypatch, caplog, stream, 
 
     # If a stream has begun, its status has already been sent, and the last line reports the error.
     error = json.loads(answer.text.splitlines()[-1])["error"]
-    assert answer.status_code == (200 if stream and "encodings" in where else 500)
+    assert answer.status_code == (200 if stream and "to_record" in where else 500)
     assert (error["type"], error["status"]) == ("ServerError", 500)
     assert error["message"] == "the sidecar failed: KeyError: 'a fault of our own'"
     assert 'raise KeyError("a fault of our own")' in caplog.text

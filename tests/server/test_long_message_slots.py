@@ -3,6 +3,9 @@
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
+from sglang_topp.errors import TransportError
 from sglang_topp_client.transport.http import lines
 from sglang_topp_server import limits
 from sglang_topp_server.limits import LONG_BYTES, LongMessageSlots
@@ -41,13 +44,14 @@ async def test_the_number_of_long_lines_read_at_once_is_limited():
     shared = LongMessageSlots(2)
     reads = [start(shared) for _ in range(4)]
     for answer, _, _ in reads:
-        for data in (b"x" * (LONG_BYTES + 1), b"y", b"\n", b"short\n", None):
+        for data in (b"x" * (LONG_BYTES + 1), b"y", b"\n", b"short\n"):
             answer.coming.put_nowait(data)
         await settle()
 
-    # The first two have finished, so the others have their places.
+    # The first two have read their long lines, so the others have their places.
     assert [got for _, got, _ in reads] == [[LONG_BYTES + 2, 5]] * 4
-    for _, _, task in reads:
+    for answer, _, task in reads:
+        answer.coming.put_nowait(None)
         await task
 
 
@@ -70,36 +74,32 @@ async def test_the_next_one_waits_and_short_lines_do_not():
         task.cancel()
 
 
-async def test_stuck_lines_do_not_block_others(monkeypatch):
-    monkeypatch.setattr(limits, "_STUCK_S", 0.2)
+async def test_a_stalled_line_fails_and_frees_its_place(monkeypatch):
+    monkeypatch.setattr(limits, "_STALL_S", 0.5)
     shared = LongMessageSlots(1)
-    stuck, next_one = start(shared), start(shared)
-    stuck[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))
-    await settle()
+    stalled, next_one = start(shared), start(shared)
+    for answer, _, _ in (stalled, next_one):
+        answer.coming.put_nowait(b"x" * (LONG_BYTES + 1))
+        await settle()
 
-    for data in (b"x" * (LONG_BYTES + 1), b"\n", None):
-        next_one[0].coming.put_nowait(data)
-    await asyncio.wait_for(next_one[2], 60)
-
-    assert next_one[1] == [LONG_BYTES + 1]
-    # It held no place, so it freed none.
-    assert shared._free.locked()
-    stuck[2].cancel()
-
-
-async def test_a_line_that_makes_progress_keeps_its_place(monkeypatch):
-    monkeypatch.setattr(limits, "_STUCK_S", 0.5)
-    shared = LongMessageSlots(1)
-    slow, next_one = start(shared), start(shared)
-    slow[0].coming.put_nowait(b"x" * (LONG_BYTES + 1))
-    await settle()
-    for data in (b"x" * (LONG_BYTES + 1), b"\n", None):
-        next_one[0].coming.put_nowait(data)
-
-    for _ in range(12):
-        slow[0].coming.put_nowait(b"x")
+    for _ in range(12):  # a slow line is not stalled
+        stalled[0].coming.put_nowait(b"x")
         await asyncio.sleep(0.1)
-        assert next_one[1] == []
-    slow[0].coming.put_nowait(b"\n")
+    with pytest.raises(TransportError, match=r"nothing arrived for 0\.5 s"):
+        await asyncio.wait_for(stalled[2], 60)
+
+    for data in (b"\n", b"short\n", None):
+        next_one[0].coming.put_nowait(data)
     await asyncio.wait_for(next_one[2], 60)
-    slow[2].cancel()
+    assert next_one[1] == [LONG_BYTES + 1, 5]
+
+
+async def test_between_lines_nothing_need_arrive(monkeypatch):
+    monkeypatch.setattr(limits, "_STALL_S", 0.1)
+    answer, got, task = start(LongMessageSlots(1))
+    answer.coming.put_nowait(b"x" * (LONG_BYTES + 1) + b"\nshort")
+    await asyncio.sleep(0.5)
+    for data in (b"\n", None):
+        answer.coming.put_nowait(data)
+    await asyncio.wait_for(task, 60)
+    assert got == [LONG_BYTES + 1, 5]

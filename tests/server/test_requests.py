@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_topp.errors import BadRequestError, SglangToppError
+from sglang_topp.errors import BadRequestError
 from sglang_topp_client import Rollout, TokenField
-from sglang_topp_server.error_responses import http_status
 from sglang_topp_server.limits import num_bytes_of
 from sglang_topp_server.requests import parse_rollouts
 from sglang_topp_server.settings import Limits
+from tests.server.conftest import refusal
 
 CHAT = {"role": "user", "content": "Hi"}
 
@@ -30,13 +30,10 @@ def test_every_way_to_give_one_prompt(prompts):
 
 def test_fields_of_tokens_and_where_they_begin():
     fields = {"prompts": [[1, 2], [3]], "top_logprobs_p": 0.9, "return_fields": ["routed_experts"]}
-    assert [
-        (one.return_fields, one.fields_start) for one in parse(**fields, fields_start=[2, None]).wanted
-    ] == [
-        (("routed_experts",), 2),
-        (("routed_experts",), 0),
-    ]
-    assert {one.fields_start for one in parse(**fields, fields_start=1).wanted} == {1}
+    for given, starts in (([2, None], [2, 0]), (1, [1, 1])):
+        wanted = parse(**fields, fields_start=given).wanted
+        assert [one.fields_start for one in wanted] == starts
+        assert [one.return_fields for one in wanted] == [("routed_experts",)] * 2
 
 
 @pytest.mark.parametrize(
@@ -53,28 +50,13 @@ def test_fields_of_tokens_and_where_they_begin():
     ],
 )
 def test_fields_of_tokens_that_do_not_fit(fields, words):
-    body = {"prompts": [[1, 2]], "top_logprobs_p": 0.9, **fields}
-    with pytest.raises(SglangToppError) as raised:
-        parse(**body)
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
+    with refusal(words):
+        parse(**{"prompts": [[1, 2]], "top_logprobs_p": 0.9, **fields})
 
 
 def test_fields_of_tokens_count_as_memory():
-    made = Rollout(
-        0,
-        0,
-        "r",
-        np.array([1], np.int32),
-        np.array([2], np.int32),
-        "",
-        np.zeros(1, np.float32),
-        None,
-        "stop",
-        "",
-        0,
-        0.0,
-    )
+    one, none = np.array([1], np.int32), np.zeros(1, np.float32)
+    made = Rollout(0, 0, "r", one, one, "", none, None, "stop", "", 0, 0.0)
     fields = {"routed_experts": TokenField(np.zeros((1, 48, 8), np.uint8), 0)}
     assert num_bytes_of(replace(made, token_fields=fields)) == num_bytes_of(made) + 384
 
@@ -89,7 +71,7 @@ def test_chat_messages_are_one_prompt(prompts):
 def test_samples_of_chats_are_counted_per_conversation():
     limits = Limits(max_samples=8)
     assert len(parse(limits, prompts=[CHAT] * 4, sampling_params={"n": 8}).wanted) == 1
-    with pytest.raises(BadRequestError, match="got 16 samples"):
+    with pytest.raises(BadRequestError, match="got 16, expected at most 8 samples"):
         parse(limits, prompts=[[CHAT], [CHAT]], sampling_params={"n": 8})
 
 
@@ -107,27 +89,14 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
     [
         ({}, ["prompts: missing"]),
         ({"prompts": None}, ["prompts", "NoneType"]),
-        ({"prompts": []}, ["prompts", "got none"]),
-        ({"prompts": ""}, ["prompts", "empty"]),
-        ({"prompts": [[]]}, ["prompts[0]"]),
-        ({"prompts": ["a", 1]}, ["prompts", "text and token ids"]),
         ({"prompts": [[1], [1.5]]}, ["prompts[1]", "float"]),
-        ({"prompts": [[1, -1]]}, ["prompts[0]", "-1"]),
         ({"prompts": [[2**31]]}, ["prompts[0]", "2147483648"]),
-        ({"prompts": [{"role": "user"}, "a"]}, ["prompts[1]: got str, expected a chat message"]),
         ({"prompts": [CHAT], "resumed_tokens": 2}, ["resumed_tokens: got 2 with chat messages as prompt 0"]),
-        (
-            {"prompts": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            ["prompts[0].content[0]: got a part of type 'image_url'", "no images"],
-        ),
         ({"prompts": "a", "sampling_params": {"image_data": "a.png"}}, ["sampling_params: got image_data"]),
         ({"prompts": "a", "sampling_params": 3}, ["sampling_params", "got 3"]),
         ({"prompts": "a", "sampling_params": [{}, {}]}, ["sampling_params", "2", "1 prompt"]),
-        ({"prompts": "a", "sampling_params": {"n": 0}}, ["sampling_params", "n = 0"]),
-        ({"prompts": "a", "sampling_params": {"n": 1.5}}, ["sampling_params", "n = 1.5"]),
+        ({"prompts": "a", "sampling_params": {"n": 1.5}}, ["sampling_params", "n: got 1.5"]),
         ({"prompts": "a", "top_logprobs_p": 1.01}, ["top_logprobs_p", "1.01", "from 0 to 1"]),
-        ({"prompts": "a", "top_logprobs_p": -0.1}, ["top_logprobs_p", "-0.1"]),
-        ({"prompts": "a", "top_logprobs_p": "0.9"}, ["top_logprobs_p"]),
         ({"prompts": "a", "top_logprobs_p": True}, ["top_logprobs_p", "bool"]),
         (
             {"prompts": "a", "top_logprobs_p": float("nan")},
@@ -135,11 +104,8 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
         ),
         ({"prompts": "a", "top_logprobs_p": [0.1, 0.2]}, ["top_logprobs_p", "2", "1 prompt"]),
         ({"prompts": "a", "stream": "yes"}, ["stream: got 'yes', expected bool"]),
-        ({"prompts": "a", "request_id": ""}, ["request_id: got an empty string"]),
         ({"prompts": "a", "request_id": "x" * 513}, ["request_id", "expected at most 512"]),
         ({"prompts": "a", "request_id": "a\nb"}, [r"request_id: got the character '\n', expected printable"]),
-        ({"prompts": "a", "request_id": "\0"}, [r"request_id: got the character '\x00'"]),
-        ({"prompts": "a", "request_id": "a\u2028b"}, ["request_id: got the character"]),
         (
             {"prompts": "a", "top_logprobs_p": 10**400},
             ["top_logprobs_p: got a number of 1329 bits", "expected a number from 0 to 1"],
@@ -157,18 +123,14 @@ def test_parameters_and_thresholds_are_spread_over_the_prompts():
     ],
 )
 def test_a_wrong_field_is_named(fields, words):
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(*words):
         parse(**fields)
-    assert http_status(raised.value) == 400
-    for word in words:
-        assert word in str(raised.value)
 
 
 @pytest.mark.parametrize("body", [b"null", b"3", b'"a"', b"[]"])
 def test_a_body_that_is_not_an_object_is_refused(body):
-    with pytest.raises(BadRequestError, match="the body: got") as raised:
+    with refusal("the body: got"):
         parse_rollouts(body, Limits())
-    assert raised.value.status == 400
 
 
 @pytest.mark.parametrize(
@@ -182,9 +144,8 @@ def test_a_body_that_is_not_an_object_is_refused(body):
 )
 def test_samples_are_counted_before_they_are_created(prompts, params, samples):
     assert sum(len(one.samples) for one in parse(prompts=prompts, sampling_params=params).wanted) == samples
-    with pytest.raises(BadRequestError, match=f"got {samples} samples, expected at most 5") as raised:
+    with refusal(f"got {samples}, expected at most 5 samples", status=413):
         parse(Limits(max_samples=5), prompts=prompts, sampling_params=params)
-    assert raised.value.status == 413
 
 
 def test_counts_that_would_not_fit_into_memory():

@@ -1,7 +1,7 @@
 """Rollout records in place of prompts are resumed, and malformed ones get a 400 that names the field."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +11,9 @@ from sglang_topp import CandidateSets
 from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import from_record, to_record
-from sglang_topp_server.error_responses import http_status
 from sglang_topp_server.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
+from tests.server.conftest import refusal
 
 SAMPLING = {"max_new_tokens": 8, "temperature": 1.0}
 
@@ -44,30 +44,17 @@ def test_a_record_is_continued():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        # `tests/client/wire/test_records.py` has every field. Here, one stands for each kind of check.
         ({"output_ids": [10]}, "rollouts[0].completion_tokens: got 2"),
-        ({"output_ids": [10, -1]}, "rollouts[0].output_ids: got -1"),
-        ({"output_ids": [10, 2**40]}, "rollouts[0].output_ids: got an id outside int32"),
-        ({"output_ids": "10"}, "rollouts[0].output_ids: got '10'"),
-        ({"prompt_ids": None}, "rollouts[0].prompt_ids: got None"),
+        ({"output_ids": [10, 2**40]}, "rollouts[0].output_ids: got 1099511627776, expected integers of 32"),
         ({"prompt_ids": [], "prompt_tokens": 0}, "rollouts[0].prompt_ids: got none"),
         ({"logprobs": "####"}, "rollouts[0].logprobs: not base64"),
-        ({"logprobs": "AAAA"}, "rollouts[0].logprobs: got 3 bytes"),
-        ({"logprobs": "AADAfwAAwH8="}, "rollouts[0].logprobs: got NaN"),
         ({"logprobs": "AAAAAAAAAAA="}, "rollouts[0].candidates: got log-prob"),
         ({"candidates": "AAAA"}, "rollouts[0]."),
-        ({"candidates": 3}, "rollouts[0]."),
         ({"candidates": None}, "rollouts[0].candidates: got no sets"),
-        ({"top_logprobs_source": "other"}, "rollouts[0].top_logprobs_source: got 'other'"),
         ({"top_logprobs_source": "sampler"}, "rollouts[0].top_logprobs_source: got 'sampler'"),
-        (
-            {"weight_versions": [{"version": "a", "start": 0, "end": 9}]},
-            "rollouts[0].weight_versions: got (('a', 9),) for 2",
-        ),
         ({"weight_versions": "a"}, "rollouts[0].weight_versions: got 'a'"),
         ({"timing": {"latency_s": -1}}, "rollouts[0].timing.latency_s: got -1"),
-        ({"cached_tokens": -1}, "rollouts[0].cached_tokens: got -1"),
-        ({"finish_reason": 3}, "rollouts[0].finish_reason: got 3"),
-        ({"prompt_index": 2**70}, "rollouts[0].prompt_index: got"),
         ({"top_logprobs_p": 0.25}, "rollouts[0].top_logprobs_p: got 0.25, but"),
         ({"sampling_params": {"temperature": 9}}, "rollouts[0].sampling_params.temperature: got 9, but"),
         ({"sampling_params": []}, "rollouts[0].sampling_params: got []"),
@@ -75,20 +62,13 @@ def test_a_record_is_continued():
     ],
 )
 def test_a_wrong_record_is_named(changes, words):
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(words):
         parse(to_record(rollout()) | changes)
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
 
 
 OPTIONAL = {
-    "appended_spans",
-    "routing_key",
-    "sampling_params",
-    "token_fields",
-    "top_logprobs_p",
-    "top_logprobs_source",
-    "weight_versions",
+    *("appended_spans", "routing_key", "sampling_params", "token_fields", "top_logprobs_p"),
+    *("top_logprobs_source", "weight_versions"),
 }
 
 
@@ -96,10 +76,8 @@ OPTIONAL = {
 def test_a_missing_field_of_a_record_is_named(name):
     record = to_record(rollout())
     del record[name]
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(f"rollouts[0].{name}"):
         parse(record)
-    assert http_status(raised.value) == 400
-    assert f"rollouts[0].{name}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +88,7 @@ def test_a_missing_field_of_a_record_is_named(name):
         ([], {}, "rollouts: got none"),
         (["a"], {}, "rollouts[0]: got 'a'"),
         ([to_record(rollout())], {"prompts": "a"}, "rollouts: got rollouts and prompts"),
-        (
-            [to_record(rollout())],
-            {"resumed_tokens": 1},
-            "got resumed_tokens and rollouts",
-        ),
+        ([to_record(rollout())], {"resumed_tokens": 1}, "got resumed_tokens and rollouts"),
         ([to_record(rollout())], {"on_abort": "give up"}, "on_abort: got"),
         ([to_record(rollout())], {"on_abort": None}, "on_abort: got None"),
         ([to_record(rollout())], {"sampling_params": {}}, "max_new_tokens: got none"),
@@ -123,17 +97,14 @@ def test_a_missing_field_of_a_record_is_named(name):
     ],
 )
 def test_wrong_requests_with_records_are_named(rollouts, fields, words):
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(words):
         parse(*rollouts, **fields)
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
 
 
-def test_rollouts_must_be_a_list():
-    for given in ({"a": 1}, "abc", 3, True):
-        with pytest.raises(SglangToppError, match="rollouts: got") as raised:
-            parse_rollouts(json.dumps({"rollouts": given}).encode(), Limits())
-        assert http_status(raised.value) == 400
+@pytest.mark.parametrize("given", [{"a": 1}, "abc", 3, True])
+def test_rollouts_must_be_a_list(given):
+    with refusal("rollouts: got"):
+        parse_rollouts(json.dumps({"rollouts": given}).encode(), Limits())
 
 
 @pytest.mark.parametrize(
@@ -146,18 +117,15 @@ def test_rollouts_must_be_a_list():
 )
 def test_what_cannot_be_resumed_is_refused_before_it_begins(params, words):
     body = {"prompts": "a", "sampling_params": params, "on_abort": "resume"}
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(words):
         parse_rollouts(json.dumps(body).encode(), Limits())
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
     (one,) = parse_rollouts(json.dumps({**body, "on_abort": "return"}).encode(), Limits()).wanted
     assert (one.is_interruptible, one.resumed_tokens) == (True, 0)
 
 
 def test_records_are_counted_before_they_are_decoded():
-    with pytest.raises(SglangToppError, match="got 9 samples, expected at most 8") as raised:
+    with refusal("got 9, expected at most 8 samples", status=413):
         parse(*[{"no": "record"}] * 9, limits=Limits(max_samples=8))
-    assert http_status(raised.value) == 413
 
 
 @pytest.mark.parametrize(
@@ -174,10 +142,8 @@ def test_records_are_counted_before_they_are_decoded():
     ],
 )
 def test_wrong_resumed_tokens_are_named(prompts, count, words):
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(words):
         parse_rollouts(json.dumps({"prompts": prompts, "resumed_tokens": count}).encode(), Limits())
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +162,8 @@ def test_wrong_resumed_tokens_are_named(prompts, count, words):
     ],
 )
 def test_wrong_abort_bodies_are_named(body, words):
-    with pytest.raises(SglangToppError) as raised:
+    with refusal(words):
         parse_abort(body)
-    assert http_status(raised.value) == 400
-    assert words in str(raised.value)
 
 
 # -- served ----------------------------------------------------------------------------------------
@@ -260,47 +224,32 @@ def test_records_that_hold_too_much(start, engine, eventually):
 
 
 def test_a_request_is_stopped_by_its_name(sidecar, engine, eventually):
-    with RolloutClient(sidecar.url) as client:
+    with RolloutClient(sidecar.url) as client, ThreadPoolExecutor(1) as pool:
         stream = client.stream([[1], [2]], {"fault": "hang"}, top_logprobs_p=0.9, request_id="mine")
-        import threading
-
-        failures = []
-
-        def follow():
-            try:
-                list(stream)
-            except SglangToppError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=follow)
-        thread.start()
+        following = pool.submit(list, stream)
         eventually(lambda: len(engine.bodies) == 2)
         name = engine.bodies[0]["rid"].rsplit("-", 1)[0]
         answer = sidecar.http.post("/abort", json={"request_id": name})
         assert (answer.status_code, answer.json()) == (200, {"status": "ok", "aborted": 1})
-        thread.join()
-        assert "aborted" in str(failures[0])
+        with pytest.raises(SglangToppError, match="aborted"):
+            following.result()
     eventually(lambda: len(engine.hung_up) == 2)
 
 
 def test_a_client_aborts_its_own_calls_and_no_others_of_the_same_name(sidecar, engine, eventually):
     """Two trainers may both use "step-7". The client therefore sends a fresh id for each call."""
-    with RolloutClient(sidecar.url) as caller, RolloutClient(sidecar.url) as other:
-        caught = []
-
-        def generate():
-            with pytest.raises(AbortedError) as error:
-                caller.generate([[1], [2]], {"fault": "hang"}, request_id="step-7")
-            caught.append(error)
-
-        thread = threading.Thread(target=generate)
-        thread.start()
+    with (
+        RolloutClient(sidecar.url) as caller,
+        RolloutClient(sidecar.url) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        work = pool.submit(caller.generate, [[1], [2]], {"fault": "hang"}, request_id="step-7")
         eventually(lambda: len(engine.bodies) == 2)
         assert other.abort("step-7") == caller.abort("step") == 0
-        assert thread.is_alive()
+        assert not work.done()
         assert caller.abort("step-7") == 2
-        thread.join()
-        assert caught
+        with pytest.raises(AbortedError):
+            work.result()
 
 
 def test_abort_all_is_sent_to_the_engine(sidecar, engine):

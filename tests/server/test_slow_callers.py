@@ -1,38 +1,16 @@
 """Callers that do not read their answers or do not send their bodies, each on its own connection."""
 
-import json
 import select
-import socket
 import threading
 import time
 from contextlib import suppress
 
-import pytest
+from tests.server.conftest import post
 
 # About 6.4 MB of JSON for one sample: more than the kernel buffers for a reader that does not read.
 LARGE = {"set_size": 20_000, "repeat": 10}
+SMALL = {"receive_buffer": 4096}
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@pytest.fixture
-def dial(stack):
-    """Open a connection with a small receive buffer, and send some bytes on it."""
-
-    def dial(sidecar, sent=b"", *, receive_buffer=4096):
-        connection = stack.enter_context(socket.socket())
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(60)
-        connection.connect(("127.0.0.1", sidecar.port))
-        connection.sendall(sent)
-        return connection
-
-    return dial
-
-
-def rollouts(**fields):
-    """Return the bytes of a request."""
-    body = json.dumps({"prompts": "a", "top_logprobs_p": 0.9, **fields}).encode()
-    return b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def is_closed(connection):
@@ -60,16 +38,10 @@ def outcomes(sidecar, outcome):
 # -- readers that do not read ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "stream"])
-def stream(request):
-    return request.param
-
-
-def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventually):
+def test_the_time_limit_covers_the_last_byte(engine, start, stream, eventually):
     sidecar = start(engine.url, max_in_flight=4, io_timeout_s=10)
-    asked = rollouts(sampling_params=LARGE, stream=stream, timeout_s=5)
 
-    unread = [dial(sidecar, asked) for _ in range(4)]
+    unread = [sidecar.send(sampling_params=LARGE, stream=stream, timeout_s=5, **SMALL) for _ in range(4)]
 
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 4)
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 0, timeout_s=60)
@@ -81,10 +53,10 @@ def test_the_time_limit_covers_the_last_byte(engine, start, dial, stream, eventu
         assert is_cut_off(connection)
 
 
-def test_the_connection_of_a_reader_that_does_not_read_is_reset(engine, start, dial, stream, eventually):
+def test_the_connection_of_a_reader_that_does_not_read_is_reset(engine, start, stream, eventually):
     sidecar = start(engine.url, io_timeout_s=2)
 
-    unread = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream))
+    unread = sidecar.send(sampling_params=LARGE, stream=stream, **SMALL)
 
     eventually(lambda: outcomes(sidecar, "aborted") == 1)
     assert sidecar.metric("sglang_topp_in_flight") == 0
@@ -93,18 +65,18 @@ def test_the_connection_of_a_reader_that_does_not_read_is_reset(engine, start, d
     assert is_cut_off(unread)
 
 
-def test_samples_for_a_reader_that_does_not_read_are_aborted(engine, start, dial, eventually):
+def test_samples_for_a_reader_that_does_not_read_are_aborted(engine, start, eventually):
     sidecar = start(engine.url, io_timeout_s=2)
 
-    dial(sidecar, rollouts(sampling_params={**LARGE, "n": 2, "fault": "hang-second"}, stream=True))
+    sidecar.send(sampling_params={**LARGE, "n": 2, "fault": "hang-second"}, stream=True, **SMALL)
 
     eventually(lambda: outcomes(sidecar, "aborted") == 1)
     eventually(lambda: engine.running == 0 and len(engine.hung_up) == 1)
 
 
-def test_a_reader_that_only_pauses_gets_everything(engine, start, dial, stream):
+def test_a_reader_that_only_pauses_gets_everything(engine, start, stream):
     sidecar = start(engine.url, io_timeout_s=5)
-    connection = dial(sidecar, rollouts(sampling_params=LARGE, stream=stream), receive_buffer=1 << 16)
+    connection = sidecar.send(sampling_params=LARGE, stream=stream, receive_buffer=1 << 16)
 
     got, paused_s = bytearray(), 0.0
     while b"]}" not in got[-8:] and b"\n0\r\n\r\n" not in got[-8:]:
@@ -118,10 +90,10 @@ def test_a_reader_that_only_pauses_gets_everything(engine, start, dial, stream):
     assert paused_s > 5
 
 
-def test_unread_answers_of_any_route_are_reset(engine, start, dial, eventually):
+def test_unread_answers_of_any_route_are_reset(engine, start, eventually):
     sidecar = start(engine.url, io_timeout_s=2)
 
-    connection = dial(sidecar)
+    connection = sidecar.dial(**SMALL)
     connection.settimeout(1)
     with suppress(OSError):
         while True:
@@ -133,10 +105,10 @@ def test_unread_answers_of_any_route_are_reset(engine, start, dial, eventually):
 # -- bodies that do not arrive -----------------------------------------------------------------------
 
 
-def test_incomplete_bodies_take_no_place(engine, start, dial, eventually):
+def test_incomplete_bodies_take_no_place(engine, start, eventually):
     sidecar = start(engine.url, max_in_flight=2, io_timeout_s=4)
 
-    waiting = [dial(sidecar, rollouts()[:-1]) for _ in range(20)]
+    waiting = [sidecar.dial(post(b'{"prompts": "a"}')[:-1]) for _ in range(20)]
 
     assert sidecar.rollouts("b").status_code == 200
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 0)
@@ -149,11 +121,10 @@ def test_incomplete_bodies_take_no_place(engine, start, dial, eventually):
     assert len(engine.bodies) == 1
 
 
-def test_large_bodies_that_drip_in_block_others_until_they_time_out(engine, start, dial, eventually):
+def test_large_bodies_that_drip_in_block_others_until_they_time_out(engine, start, eventually):
     """Four callers declare 64 MiB and then send far faster than 64 KiB/s, but not fast enough."""
     sidecar = start(engine.url, io_timeout_s=3)
-    head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (64 << 20)
-    slow = [dial(sidecar, head) for _ in range(4)]
+    slow = [sidecar.dial(post(b"", length=64 << 20)) for _ in range(4)]
 
     def drip():
         while not outcomes(sidecar, "slow"):

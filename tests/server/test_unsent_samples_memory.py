@@ -1,8 +1,9 @@
 """The memory limit for finished samples: which requests it refuses or ends."""
 
-import socket
-
 import pytest
+
+from sglang_topp.errors import OverloadedError
+from sglang_topp_server.limits import ConcurrencyLimit, MemoryLimit
 
 # About 0.5 MB of sets in one sample, and about 4 MB.
 HALF = {"set_size": 2_000, "repeat": 10}
@@ -30,24 +31,10 @@ def test_a_stream_that_is_read_may_be_of_any_length(engine, start, eventually):
     eventually(lambda: sidecar.metric("sglang_topp_held_bytes") == 0)
 
 
-@pytest.fixture
-def unread(stack):
-    def unread(sidecar, body):
-        connection = stack.enter_context(socket.socket())
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", sidecar.port))
-        head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        connection.sendall(head % len(body) + body)
-        return connection
-
-    return unread
-
-
-def test_the_request_that_holds_the_most_is_ended(engine, start, unread, eventually):
+def test_the_request_that_holds_the_most_is_ended(engine, start, eventually):
     sidecar = start(engine.url, max_held_bytes=12_000_000)
-    body = b'{"prompts":"a","top_logprobs_p":0.9,"stream":true,"sampling_params":%s}'
-
-    unread(sidecar, body % b'{"set_size":20000,"repeat":20,"fault":"hang-second","n":2}')
+    params = {"set_size": 20_000, "repeat": 20, "fault": "hang-second", "n": 2}
+    sidecar.send(sampling_params=params, stream=True, receive_buffer=4096)
     eventually(lambda: sidecar.metric("sglang_topp_held_bytes") > 9_000_000)
     assert sidecar.rollouts("b", sampling_params=LARGE).status_code == 200
 
@@ -55,3 +42,23 @@ def test_the_request_that_holds_the_most_is_ended(engine, start, unread, eventua
     assert sidecar.metric("sglang_topp_errors_total", status="429", type="OverloadedError") == 1
     eventually(lambda: engine.running == 0 and len(engine.hung_up) == 1)
     eventually(lambda: sidecar.metric("sglang_topp_held_bytes") == 0)
+
+
+async def test_a_request_is_ended_only_if_those_that_leave_do_not_free_enough():
+    limit = MemoryLimit(100)
+    with limit.share() as small, limit.share() as large, limit.share() as medium:
+        for share, num_bytes in ((small, 10), (large, 60), (medium, 30), (small, 5)):
+            share.change(num_bytes)
+        small.change(40)  # 145 in all, and 60 leave
+        assert [share.excess.done() for share in (small, large, medium)] == [False, True, False]
+        small.change(20)
+        assert [share.excess.done() for share in (small, large, medium)] == [True, True, False]
+        assert isinstance(large.excess.result(), OverloadedError)
+    assert limit.num_bytes == 0
+
+
+def test_at_the_limit_no_request_is_admitted():
+    limit = ConcurrencyLimit(2)
+    with limit.admit(1), limit.admit(5), pytest.raises(OverloadedError, match="6 samples are in flight"):
+        limit.admit(1).__enter__()
+    assert limit.num_samples == 0

@@ -56,7 +56,9 @@ def check_chunk(chunk: dict[str, Any], ask: Ask) -> bool:
         reported = meta_info["input_token_logprobs"]
         # SGLang reports the last id of the vocabulary as 0, so compare with the ids that were sent.
         sent = None if isinstance(ask.prompt, str) else ask.prompt
-        sets = formats.decode_prompt_top_p(meta_info, sent or [token_id for _, token_id, _ in reported])
+        sets = formats.decode_top_p(
+            meta_info, sent or [token_id for _, token_id, _ in reported], side="input"
+        )
         expected = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         np.testing.assert_array_equal(sets.sampled_logprobs[1:], expected)
     reason = meta_info["finish_reason"]

@@ -45,7 +45,7 @@ class Truth:
         reported = meta_info["input_token_logprobs"]
         # SGLang reports the last id of the vocabulary as 0, so compare with the ids that were sent.
         ids = ask.prompt if isinstance(ask.prompt, list) else [token_id for _, token_id, _ in reported]
-        sets = formats.decode_prompt_top_p(meta_info, ids)[1:]
+        sets = formats.decode_top_p(meta_info, ids, side="input")[1:]
         logprobs = np.array([logprob for logprob, _, _ in reported[1:]], np.float32)
         version = meta_info["weight_versions"][0]["version"]
         self._check(version, ids, 1, logprobs, sets, ask.p)

@@ -30,14 +30,16 @@ cannot resume an interrupted sample.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Any, Required, TypedDict
 
 import msgspec
 import numpy as np
 import pybase64
 
-from sglang_topp import CandidateSets, formats
+from sglang_topp import formats
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import (
     AbortedError,
@@ -45,17 +47,11 @@ from sglang_topp.errors import (
     ResponseError,
     RolloutError,
     ServerError,
+    SglangToppError,
     WireError,
     describe,
 )
-from sglang_topp_client.checks import (
-    MAX_BODY_CHARS,
-    convert,
-    decode_json,
-    fresh_id,
-    parse_token_ids,
-    truncate,
-)
+from sglang_topp.formats.field_parsing import token_ids_of
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source, empty_rollout
 from sglang_topp_client.rollout import (
     ABORT,
@@ -71,6 +67,13 @@ from sglang_topp_client.rollout import (
     check_result,
     read_array,
     read_spans,
+)
+from sglang_topp_client.value_checks import (
+    MAX_BODY_CHARS,
+    convert,
+    decode_json,
+    fresh_id,
+    truncate,
 )
 from sglang_topp_client.wire.error_json import class_of_status
 
@@ -92,11 +95,14 @@ class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     text: str | None = None
 
 
+_logprob_of, _token_id_of = attrgetter("logprob"), attrgetter("token_id")
+
+
 class _MetaInfo(TypedDict, total=False):
     # The client may later abort the request by this id. SGLang matches the id in an abort as a prefix, so an
     # empty id would abort every request.
     id: Required[Annotated[str, msgspec.Meta(min_length=1)]]
-    finish_reason: Any
+    finish_reason: dict[str, Any] | None
     prompt_tokens: Count
     completion_tokens: Count
     cached_tokens: Count
@@ -109,10 +115,10 @@ class _MetaInfo(TypedDict, total=False):
     output_token_logprobs: list[TokenLogprob]
     input_token_logprobs: list[TokenLogprob]
     top_logprobs_source: Any
-    output_top_p_logprobs: Any
+    output_top_p_logprobs: list[Any]
     output_top_p_logprobs_val_base64: Any
     output_top_p_logprobs_idx_base64: Any
-    output_top_p_logprobs_lengths: Any
+    output_top_p_logprobs_lengths: list[Any]
     input_top_p_logprobs: Any
     input_top_p_logprobs_val_base64: Any
     input_top_p_logprobs_idx_base64: Any
@@ -131,10 +137,17 @@ class _Chunk(TypedDict, total=False):
 
 
 class SglangExchange:
-    """One `POST /generate` for one prompt or sequence: the request body, and the chunks received so far."""
+    """One `POST /generate` for one prompt or sequence: the request body, and the chunks received so far.
+
+    Attributes:
+        path, headers: the route, and what the request has beside the client's own headers.
+        open_ids: the engine's ids of the unfinished samples, as far as the client knows them, to abort them.
+        has_begun: whether the engine has begun to generate.
+        complete: whether the last event has arrived.
+    """
 
     path = "/generate"
-    accept = None
+    headers: Mapping[str, str] = {}
 
     def __init__(self, wanted: SampleRequest, *, request_id: str) -> None:
         """Prepare one call for the samples of one prompt.
@@ -147,10 +160,10 @@ class SglangExchange:
         # The name of the caller's argument that holds the prompts, for error messages.
         self._prompts_field = "sequences" if isinstance(wanted, ScoreRequest) else "prompts"
         self._rid = fresh_id(request_id)
-        self._chunks: dict[int, list[_Chunk]] = {}
-        self._engine_ids = {0: self._rid} if len(wanted.samples) == 1 else {}
+        self._chunks: dict[int, _Chunk] = {}
         self._finished: set[int] = set()
-        self.complete = False
+        self.open_ids = {0: self._rid} if len(wanted.samples) == 1 else {}
+        self.has_begun = self.complete = False
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
@@ -181,15 +194,6 @@ class SglangExchange:
         if wanted.resumed_tokens is not None:
             body[RESUMED] = wanted.resumed_tokens
         return body
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the engine has begun to generate."""
-        return bool(self._chunks or self._finished)
-
-    def open_ids(self) -> list[str]:
-        """Return the ids of the unfinished samples, as far as the client knows them, to abort them."""
-        return list(self._engine_ids.values())
 
     def read(self, line: bytes) -> list[tuple[int, Rollout | Score]]:
         """Parse one line of the answer.
@@ -228,10 +232,11 @@ class SglangExchange:
                 "index", f"got {describe(index)}, expected an unfinished one of {len(samples)} samples"
             )
         meta_info = chunk["meta_info"]
-        self._engine_ids[index] = meta_info["id"]
+        self.open_ids[index] = meta_info["id"]
         reason = meta_info.get("finish_reason")
-        if reason is not None and not (self._wanted.is_interruptible and _is_order(reason)):
-            _check_finish(reason, self._prompts_field)
+        is_partial = self._wanted.is_interruptible and reason is not None and _is_order(reason)
+        if reason is not None and reason.get("type") not in _FINISHED and not is_partial:
+            raise _unfinished(reason, self._prompts_field)
         if (resumed := meta_info.get(RESUMED)) != self._wanted.resumed_tokens:
             raise WireError(
                 RESUMED,
@@ -239,71 +244,81 @@ class SglangExchange:
                 " or a gateway before it, does not resume answers. Is it patched with this version of"
                 " sglang-topp?",
             )
-        # On an engine with --incremental-streaming-output, a chunk has only the new tokens, so keep all
-        # chunks of a sample until the sample finishes.
-        is_whole = meta_info.get("completion_tokens") == len(chunk["output_ids"])
-        earlier = [] if is_whole else self._chunks.get(index, [])
-        self._chunks[index] = [*earlier, chunk]
+        if meta_info.get("completion_tokens") != len(chunk["output_ids"]) and index in self._chunks:
+            chunk = _joined(self._chunks[index], chunk)
+        self._chunks[index], self.has_begun = chunk, True
         if reason is None:
             return []
         self._finished.add(index)
-        del self._engine_ids[index]
-        chunks, sample = self._chunks.pop(index), samples[index]
+        del self.open_ids[index], self._chunks[index]
         if isinstance(self._wanted, ScoreRequest):
-            return [(sample, _score(self._wanted, chunks))]
-        return [(sample, _rollout(self._wanted, sample, chunks))]
+            return [(samples[index], _score(self._wanted, chunk))]
+        return [(samples[index], _rollout(self._wanted, samples[index], chunk))]
 
 
-def _rollout(wanted: SampleRequest, sample: int, chunks: list[_Chunk]) -> Rollout:
-    """Decode the chunks of a finished sample."""
-    last = chunks[-1]
-    meta_info = last["meta_info"]
-    if meta_info["finish_reason"]["type"] == ABORT and meta_info.get("completion_tokens") == 0:
-        return _empty_rollout_from_chunk(wanted, sample, last)
-    _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency")
-    parts = [parse_token_ids("output_ids", chunk["output_ids"]) for chunk in chunks]
-    output_ids = np.concatenate(parts)
+def _joined(first: _Chunk, rest: _Chunk) -> _Chunk:
+    """Join two chunks of an engine with --incremental-streaming-output, whose chunks have only new tokens."""
+    parts = first["meta_info"], rest["meta_info"]
+    for part in parts:
+        _require(part, "output_token_logprobs")
+    meta_info: Any = {**parts[1], **formats.merge_stream_chunks(parts)}
+    meta_info["output_token_logprobs"] = parts[0]["output_token_logprobs"] + parts[1]["output_token_logprobs"]
+    return {
+        **rest,
+        "text": (first.get("text") or "") + (rest.get("text") or ""),
+        "output_ids": first["output_ids"] + rest["output_ids"],
+        "meta_info": meta_info,
+    }
+
+
+def _rollout(wanted: SampleRequest, sample: int, chunk: _Chunk) -> Rollout:
+    """Decode the chunk of a finished sample."""
+    meta_info = chunk["meta_info"]
+    assert meta_info["finish_reason"] is not None
+    finish_reason = meta_info["finish_reason"]["type"]
+    if finish_reason == ABORT and meta_info.get("completion_tokens") == 0:
+        return _empty_rollout_from_chunk(wanted, sample, chunk)
+    _require(
+        meta_info,
+        *("prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency", "output_token_logprobs"),
+    )
+    output_ids = token_ids_of("output_ids", chunk["output_ids"])
     if (count := meta_info["completion_tokens"]) != len(output_ids):
         raise WireError(
             "output_ids", f"got {len(output_ids)} ids, but completion_tokens is {describe(count)}"
         )
-
-    entries: list[TokenLogprob] = []
-    for chunk in chunks:
-        _require(chunk["meta_info"], "output_token_logprobs")
-        entries += chunk["meta_info"]["output_token_logprobs"]
     # With `max_new_tokens` 0, SGLang may report the log-prob of a token that is not part of the sample.
-    logprobs = parse_token_logprobs(
-        "output_token_logprobs", entries if count else [], output_ids, of="output"
-    )
+    entries = meta_info["output_token_logprobs"] if count else []
+    logprobs = _parse_logprobs("output_token_logprobs", entries, output_ids, of="output")
     candidates = weight_spans = None
     if wanted.top_logprobs_source is not None:
-        candidates = CandidateSets.concat(
-            [formats.decode_top_p(chunk["meta_info"], ids) for chunk, ids in zip(chunks, parts, strict=True)]
-        )
+        candidates = formats.decode_top_p(meta_info, output_ids)
         check_source(wanted, meta_info.get("top_logprobs_source", DISTRIBUTION))
         # For a request with sets, the patch corrects SGLang's field `weight_versions`. Without sets, the
         # boundary between two weight versions can be off by one token, so the client ignores the field.
         if (versions := meta_info.get("weight_versions")) is not None:
             weight_spans = read_spans("weight_versions", versions)
 
+    token_fields: dict[str, TokenField] = {}
+    for name in wanted.return_fields:
+        token_fields[name] = _token_field(name, meta_info, wanted)
     rollout = Rollout(
         prompt_index=wanted.prompt_index,
         sample_index=sample,
         request_id=meta_info["id"],
-        prompt_ids=_prompt_ids(wanted, last),
+        prompt_ids=_prompt_ids(wanted, chunk),
         output_ids=output_ids,
-        text="".join(chunk.get("text") or "" for chunk in chunks),
+        text=chunk.get("text") or "",
         logprobs=logprobs,
         candidates=candidates,
-        finish_reason=meta_info["finish_reason"]["type"],
-        weight_version=read_weight_version(meta_info),
+        finish_reason=finish_reason,
+        weight_version=_weight_version(meta_info),
         cached_tokens=meta_info["cached_tokens"],
         # The latency is negative if the engine's clock was set back during the request.
         latency_s=max(meta_info["e2e_latency"], 0.0),
         top_logprobs_source=wanted.top_logprobs_source,
         weight_spans=weight_spans,
-        token_fields={name: _token_field(name, meta_info, wanted) for name in wanted.return_fields},
+        token_fields=token_fields,
     )
     check_result(rollout, p=wanted.top_logprobs_p)
     return rollout
@@ -334,13 +349,13 @@ def _prompt_ids(wanted: SampleRequest, last: _Chunk) -> TokenIds:
     return prompt_ids
 
 
-def _is_order(reason: Any) -> bool:
+def _is_order(reason: Mapping[str, Any]) -> bool:
     """Return whether an abort request, a pause, or a weight update ended the sample.
 
     The finish reason of such a sample has the type `"abort"`. If the engine refused a sample, the finish
     reason also has the type `"abort"`, but contains a status code.
     """
-    return isinstance(reason, dict) and reason.get("type") == ABORT and reason.get("status_code") is None
+    return reason.get("type") == ABORT and reason.get("status_code") is None
 
 
 def _require(fields: _Chunk | _MetaInfo, *names: str) -> None:
@@ -355,7 +370,7 @@ def _text_prompt_ids(chunk: _Chunk) -> TokenIds:
             "prompt_token_ids",
             "got nothing for a text prompt: SGLang before 0.5.13 returns no token ids; give token ids",
         )
-    return parse_token_ids("prompt_token_ids", chunk["prompt_token_ids"])
+    return token_ids_of("prompt_token_ids", chunk["prompt_token_ids"])
 
 
 def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: _Chunk) -> Rollout:
@@ -366,20 +381,17 @@ def _empty_rollout_from_chunk(wanted: SampleRequest, sample: int, chunk: _Chunk)
         wanted = replace(wanted, prompt=_text_prompt_ids(chunk).tolist())
     rollout = empty_rollout(wanted, sample, chunk["meta_info"]["id"])
     assert rollout is not None
-    return replace(rollout, weight_version=read_weight_version(chunk["meta_info"]))
+    return replace(rollout, weight_version=_weight_version(chunk["meta_info"]))
 
 
-def _check_finish(reason: Any, prompts_field: str) -> None:
-    """Raise an error unless the sample finished with `"stop"` or `"length"`."""
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind in _FINISHED:
-        return
-    if kind is None:
-        raise WireError("finish_reason", f"got {describe(reason)}, expected an object with a type")
+def _unfinished(reason: Mapping[str, Any], prompts_field: str) -> SglangToppError:
+    """Return the error of a sample that finished with neither `"stop"` nor `"length"`."""
+    if (kind := reason.get("type")) is None:
+        return WireError("finish_reason", f"got {describe(reason)}, expected an object with a type")
     words = truncate(reason.get("message"))
     field = _field_at_fault(words, prompts_field)
     if _is_order(reason):
-        raise AbortedError(
+        return AbortedError(
             f"an abort, a pause, or a weight update ended a sample: {words}; on_abort='resume' continues it"
             " once the engine takes requests again",
             body=truncate(reason, MAX_BODY_CHARS),
@@ -387,7 +399,7 @@ def _check_finish(reason: Any, prompts_field: str) -> None:
     message = f"{field}the engine gave up on a sample: {describe(kind)}, {words}"
     # A finish reason `"abort"` with an HTTP status means that the engine refused the sample, for example
     # because the engine's queue is full or the prompt is too long.
-    raise _engine_error(message, reason.get("status_code"), RolloutError, reason)
+    return _engine_error(message, reason.get("status_code"), RolloutError, reason)
 
 
 def _reported_error(error: Any, prompts_field: str) -> ResponseError:
@@ -426,21 +438,20 @@ _LOGPROBS, _SETS = "input_token_logprobs", "input_top_p_logprobs"
 _LEAST_P = 1e-9
 
 
-def _score(wanted: ScoreRequest, chunks: list[_Chunk]) -> Score:
+def _score(wanted: ScoreRequest, chunk: _Chunk) -> Score:
     """Decode the chunk of a finished score."""
-    start, last = wanted.start, chunks[-1]
-    meta_info = last["meta_info"]
+    start, meta_info = wanted.start, chunk["meta_info"]
     _require(meta_info, "prompt_tokens", "completion_tokens", "cached_tokens", _LOGPROBS)
     if count := meta_info["completion_tokens"]:
         raise WireError("completion_tokens", f"got {count}, expected 0, as requested")
-    token_ids = _prompt_ids(wanted, last)
+    token_ids = _prompt_ids(wanted, chunk)
     if start > len(token_ids):
         raise BadRequestError(
             f"start: got {start}, expected at most {len(token_ids)}, the number of the sequence's tokens",
             status=400,
         )
     logprobs = _logprobs(meta_info["input_token_logprobs"], token_ids, start)
-    sets = formats.decode_prompt_top_p(meta_info, token_ids[start - 1 :])
+    sets = formats.decode_top_p(meta_info, token_ids[start - 1 :], side="input")
     if sets.sizes[0]:
         raise WireError(_SETS, f"got a set before position {start}, the first requested position")
     p = wanted.top_logprobs_p
@@ -453,7 +464,7 @@ def _score(wanted: ScoreRequest, chunks: list[_Chunk]) -> Score:
         start=start,
         logprobs=logprobs,
         candidates=sets[1:],
-        weight_version=read_weight_version(meta_info),
+        weight_version=_weight_version(meta_info),
         cached_tokens=meta_info["cached_tokens"],
     )
     check_result(score, p=p)
@@ -474,12 +485,10 @@ def _logprobs(entries: list[TokenLogprob], token_ids: TokenIds, start: int) -> L
         # vocabulary's size, but in a sequence, only the largest id can be the vocabulary's last id.
         if t < len(rest) and rest[t].token_id == 0:
             as_reported[t] = 0
-    return parse_token_logprobs(_LOGPROBS, rest, as_reported, of="sequence")
+    return _parse_logprobs(_LOGPROBS, rest, as_reported, of="sequence")
 
 
-def parse_token_logprobs(
-    field: str, entries: list[TokenLogprob], token_ids: TokenIds, *, of: str
-) -> Logprobs:
+def _parse_logprobs(field: str, entries: list[TokenLogprob], token_ids: TokenIds, *, of: str) -> Logprobs:
     """Return the log-probs in SGLang's list of items, as float32 [T].
 
     Args:
@@ -494,8 +503,8 @@ def parse_token_logprobs(
     if len(entries) != len(token_ids):
         raise WireError(field, f"got {len(entries)} entries for {len(token_ids)} {of}_ids")
     with np.errstate(over="ignore"):
-        logprobs = np.array([entry.logprob for entry in entries], np.float64).astype(np.float32)
-    ids = parse_token_ids(field, [entry.token_id for entry in entries])
+        logprobs = np.array(list(map(_logprob_of, entries)), np.float64).astype(np.float32)
+    ids = np.array(list(map(_token_id_of, entries)))
     if np.isnan(logprobs).any():
         raise WireError(field, f"no log-prob at position {int(np.isnan(logprobs).argmax())}")
     if len(wrong := np.flatnonzero(ids != token_ids)):
@@ -504,7 +513,7 @@ def parse_token_logprobs(
     return logprobs
 
 
-def read_weight_version(meta_info: _MetaInfo) -> str | None:
+def _weight_version(meta_info: _MetaInfo) -> str | None:
     """Return the field `weight_version` as text, or None if the answer has no weight version."""
     # A Python program may pass an integer to SGLang's class `ServerArgs`, as the argument `weight_version`,
     # and the class does not convert this integer to text.

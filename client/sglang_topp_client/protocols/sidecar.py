@@ -30,9 +30,9 @@ from typing import Any
 
 from sglang_topp.engine_contract import RESUMED
 from sglang_topp.errors import MissingCandidateSetsError, RolloutError, WireError, describe
-from sglang_topp_client.checks import decode_json, fresh_id
 from sglang_topp_client.requests import SampleRequest, ScoreRequest, check_source
 from sglang_topp_client.rollout import ABORT, SAMPLER, Rollout, Score
+from sglang_topp_client.value_checks import decode_json, fresh_id
 from sglang_topp_client.wire.error_json import error_from_json
 from sglang_topp_client.wire.frame import is_frame
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record
@@ -53,6 +53,10 @@ class SidecarExchange:
     Attributes:
         path: the route. The final message has a field with the route's name, such as `rollouts`, which counts
             the results that the sidecar sent.
+        headers: what the request has beside the client's own headers.
+        open_ids: this request's id, for the sidecar's route `/abort`.
+        has_begun: whether a sample has arrived.
+        complete: whether the final message has arrived.
     """
 
     def __init__(
@@ -60,13 +64,14 @@ class SidecarExchange:
     ) -> None:
         self._result: Any = Score if isinstance(wanted, ScoreRequest) else Rollout
         self.path = "/scores" if isinstance(wanted, ScoreRequest) else "/rollouts"
-        self.accept = f"{MEDIA_TYPES[self._result]}, application/x-ndjson;q=0.5"
+        self.headers = {"Accept": f"{MEDIA_TYPES[self._result]}, application/x-ndjson;q=0.5"}
         self._max_bytes = max_bytes
         self._wanted = wanted
         self._request_id = fresh_id(request_id)
+        self.open_ids = {0: self._request_id}
         self._timeout_s = timeout_s
         self._finished: set[int] = set()
-        self.complete = False
+        self.has_begun = self.complete = False
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the request."""
@@ -90,15 +95,6 @@ class SidecarExchange:
         if wanted.resumed_tokens:
             body[RESUMED] = [wanted.resumed_tokens]
         return body
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a sample has arrived."""
-        return bool(self._finished)
-
-    def open_ids(self) -> list[str]:
-        """Return this request's id, for the sidecar's route `/abort`."""
-        return [self._request_id]
 
     def read(self, line: bytes) -> list[tuple[int, Rollout | Score]]:
         """Parse one message of the sidecar's answer.
@@ -133,48 +129,41 @@ class SidecarExchange:
 
     def _place(self, result: Rollout | Score) -> tuple[int, Rollout | Score]:
         """Check a result, and return its sample index and the result, as the caller counts them."""
-        wanted = self._wanted
-        if wanted.top_logprobs_source is not None and result.candidates is None:
-            raise MissingCandidateSetsError(
-                "candidates", "the response holds none, though they were asked for"
-            )
-        if isinstance(result, Rollout):
-            if set(result.token_fields) != set(wanted.return_fields):
-                got = [*result.token_fields]
-                raise WireError(
-                    "token_fields", f"got {got}, expected {[*wanted.return_fields]}, as requested"
-                )
-            sample, placed = self._place_rollout(result)
-            self._finished.add(sample)
-            return sample, placed
-        assert isinstance(wanted, ScoreRequest)
-        if result.sequence_index or self._finished:
-            raise WireError(
-                "sequence_index", f"got {result.sequence_index}, expected one score of sequence 0"
-            )
-        if result.start != wanted.start:
-            raise WireError("start", f"got {result.start}, expected {wanted.start}")
-        if isinstance(wanted.prompt, list) and result.token_ids.tolist() != wanted.prompt:
-            raise WireError("token_ids", "got other ids than those of the sequence")
-        self._finished.add(0)
-        candidates = None if wanted.top_logprobs_p is None else result.candidates
-        return 0, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)
-
-    def _place_rollout(self, result: Rollout) -> tuple[int, Rollout]:
-        wanted = self._wanted
-        if result.prompt_index:
-            raise WireError("prompt_index", f"got {result.prompt_index}, expected 0, the only prompt")
-        at = result.sample_index
+        wanted, is_score = self._wanted, isinstance(result, Score)
+        if isinstance(result, Score):
+            noun, index, at, ids = "sequence", result.sequence_index, 0, result.token_ids
+        else:
+            noun, index, at, ids = "prompt", result.prompt_index, result.sample_index, result.prompt_ids
+        if index:
+            raise WireError(f"{noun}_index", f"got {index}, expected 0, the only {noun}")
         if at >= len(wanted.samples) or wanted.samples[at] in self._finished:
             raise WireError(
                 "sample_index", f"got {at}, expected an unfinished one of {len(wanted.samples)} samples"
             )
+        if isinstance(wanted.prompt, list) and ids.tolist() != wanted.prompt:
+            raise WireError(
+                "token_ids" if is_score else "prompt_ids", f"got other ids than those of the {noun}"
+            )
+        if wanted.top_logprobs_source is not None and result.candidates is None:
+            raise MissingCandidateSetsError(
+                "candidates", "the response holds none, though they were asked for"
+            )
+        sample = wanted.samples[at]
+        if isinstance(result, Score):
+            assert isinstance(wanted, ScoreRequest)
+            if result.start != wanted.start:
+                raise WireError("start", f"got {result.start}, expected {wanted.start}")
+            candidates = None if wanted.top_logprobs_p is None else result.candidates
+            self._finished.add(sample)
+            return sample, replace(result, sequence_index=wanted.prompt_index, candidates=candidates)
         is_partial = wanted.is_interruptible and result.finish_reason == ABORT
         if result.finish_reason not in ("stop", "length") and not is_partial:
             raise RolloutError(f"a sample finished with {describe(result.finish_reason)}")
         if wanted.top_logprobs_source is not None:
             check_source(wanted, result.top_logprobs_source)
-        if isinstance(wanted.prompt, list) and result.prompt_ids.tolist() != wanted.prompt:
-            raise WireError("prompt_ids", "got other ids than those of the prompt")
-        sample = wanted.samples[at]
+        if set(result.token_fields) != set(wanted.return_fields):
+            got = [*result.token_fields]
+            raise WireError("token_fields", f"got {got}, expected {[*wanted.return_fields]}, as requested")
+        self.has_begun = True
+        self._finished.add(sample)
         return sample, replace(result, prompt_index=wanted.prompt_index, sample_index=sample)

@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
-from sglang_topp_client.checks import convert, decode_json, find_json_problem, import_optional
 from sglang_topp_client.rollout import (
     FIELDS,
     Count,
@@ -56,6 +55,7 @@ from sglang_topp_client.rollout import (
     read_array,
     write_spans,
 )
+from sglang_topp_client.value_checks import convert, decode_json, find_json_problem, import_optional
 
 _MAX_ENTRIES = (1 << 31) - 1
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sglang_topp.errors import InvalidInputError, WireError, describe
-from sglang_topp_client.checks import whole_number
 from sglang_topp_client.rollout import Rollout
 from sglang_topp_client.storage.parquet_columns import (
     TrainerScores,
@@ -33,6 +32,7 @@ from sglang_topp_client.storage.parquet_columns import (
     trainer_fields,
     trainer_scores,
 )
+from sglang_topp_client.value_checks import whole_number
 
 PART_NAME = re.compile(r"part-(\d{6,})-[0-9a-f]{8}\.parquet")
 """Matches the file name of a finished part written by `RolloutWriter`, and captures the part's number."""

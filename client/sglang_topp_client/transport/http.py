@@ -36,8 +36,8 @@ except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]  # a module, or none
 
 from sglang_topp import errors
-from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
 from sglang_topp_client.transport.server_config import ServerConfig
+from sglang_topp_client.value_checks import MAX_BODY_CHARS, decode_json, truncate
 from sglang_topp_client.wire.error_json import class_of_status, error_from_json
 from sglang_topp_client.wire.records import MEDIA_TYPES
 
@@ -77,17 +77,15 @@ class HttpClient:
 
     Args:
         config: the server's connection settings.
-        before_close: awaited before the connections close, also if the event loop ends without `aclose`.
 
     Attributes:
         heard_at: when a part of an answer to `post` last arrived, as the event loop counts time.
+        before_close: awaited before the connections close, also if the event loop ends without `aclose`.
     """
 
-    def __init__(
-        self, config: ServerConfig, before_close: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self.heard_at = 0.0
-        self._before_close = before_close
+        self.before_close: Callable[[], Awaitable[None]] | None = None
         # The client asks servers for uncompressed answers, because a few compressed bytes may expand to any
         # size.
         self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
@@ -131,9 +129,7 @@ class HttpClient:
         try:
             async with await self._send("POST", path, body, headers) as response:
                 self.heard_at = asyncio.get_running_loop().time()
-                if response.status != 200:
-                    raise await _response_error(response)
-                _check_uncompressed(response)
+                await _check_answer(response, accepted=range(200, 201))
                 parts = self._parts(response)
                 if self._throttle is not None:
                     parts = self._throttle(parts)
@@ -141,7 +137,7 @@ class HttpClient:
                 split = frames if media_type in _FRAMED else lines
                 async with aclosing(parts), aclosing(split(parts, self._max_message_bytes)) as messages:
                     yield messages
-        except errors.SglangToppError:  # a server's 504 is a TimeoutError too
+        except errors.SglangToppError:  # a server's 504 is an OSError too
             raise
         except (aiohttp.ClientError, OSError) as error:
             raise _transport_error(self._base_url + path, error) from error
@@ -153,20 +149,15 @@ class HttpClient:
 
     async def request_json(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
-    ) -> Any:
-        """Send a request, and return the parsed JSON of the answer, or None if the answer is empty.
+    ) -> dict[str, Any]:
+        """Send a request, and return the JSON object of the answer.
 
         Raises:
             SglangToppError: the request failed; see `HttpClient.request`.
-            WireError: the answer is not JSON.
+            WireError: the answer is not a JSON object.
         """
         answer = await self.request(method, path, body, timeout_s=timeout_s)
-        if not answer:
-            return None
-        try:
-            return json.loads(answer)
-        except (ValueError, RecursionError) as error:
-            raise errors.WireError(path, f"the answer is not JSON: {error}") from None
+        return decode_json(answer, dict[str, Any], field=path)
 
     async def request(
         self, method: str, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float
@@ -184,24 +175,25 @@ class HttpClient:
             TransportError: no complete answer arrived within `timeout_s`.
             WireError: the answer is longer than `max_message_bytes`.
         """
-        url = self._base_url + path
+        # Make no asynchronous generator here: aborts are sent while the event loop shuts its generators down.
         try:
-            async with asyncio.timeout(timeout_s) as limit, await self._send(method, path, body) as response:
-                if not 200 <= response.status < 300:
-                    raise await _response_error(response)
-                _check_uncompressed(response)
-                answer = bytearray()
-                async for data in response.content.iter_any():
-                    answer += data
-                    if len(answer) > self._max_message_bytes:
-                        raise _too_long(len(answer), self._max_message_bytes)
-                return bytes(answer)
-        except errors.SglangToppError:  # a server's 504 is a TimeoutError too
+            async with asyncio.timeout(timeout_s) as limit:
+                async with await self._send(method, path, body) as response:
+                    await _check_answer(response, accepted=range(200, 300))
+                    answer = bytearray()
+                    async for data in response.content.iter_any():
+                        answer += data
+                        if len(answer) > self._max_message_bytes:
+                            raise _too_long(len(answer), self._max_message_bytes)
+                    return bytes(answer)
+        except errors.SglangToppError:  # a server's 504 is an OSError too
             raise
         except (aiohttp.ClientError, OSError) as error:
             if limit.expired():
-                raise errors.TransportError(f"{url}: no answer in {timeout_s:g} s") from None
-            raise _transport_error(url, error) from error
+                raise errors.TransportError(
+                    f"{self._base_url + path}: no answer in {timeout_s:g} s"
+                ) from None
+            raise _transport_error(self._base_url + path, error) from error
 
     async def probe(self, path: str, *, timeout_s: float) -> int | None:
         """Return the status of a GET request's answer, or None if no headers arrive within `timeout_s`.
@@ -249,7 +241,7 @@ class HttpClient:
         if data is not None:
             sent["Content-Type"] = "application/json"
             data = data if len(data) <= _MAX_BYTES_BODY else io.BytesIO(data)
-        session = await self._open()
+        session = self._session or await self._open()
         url = self._base_url + path
         return await session.request(method, url, data=data, headers=sent, allow_redirects=False)
 
@@ -259,32 +251,31 @@ class HttpClient:
                 f"{self._base_url}: this event loop belongs to the process that forked this one; use the"
                 " client on an event loop of this process"
             )
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=_Connector(
-                    limit=0,
-                    keepalive_timeout=_KEEPALIVE_S,
-                    socket_factory=self._keepalive_socket,
-                    ssl=True if self._ssl is None else self._ssl,
-                ),
-                timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
-            # When an event loop shuts down, the loop closes all of its asynchronous generators. The generator
-            # `_closer` closes the aiohttp session at that time, even if the caller never calls `aclose`.
-            self._closer = self._close_at_end(self._session)
-            await anext(self._closer)
-            _keep_from_collector(self._session)
-        return self._session
+        session = self._session = aiohttp.ClientSession(
+            connector=_Connector(
+                limit=0,
+                keepalive_timeout=_KEEPALIVE_S,
+                socket_factory=self._keepalive_socket,
+                ssl=True if self._ssl is None else self._ssl,
+            ),
+            timeout=aiohttp.ClientTimeout(connect=_CONNECT_TIMEOUT_S),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        # When an event loop shuts down, the loop closes all of its asynchronous generators. The generator
+        # `_closer` closes the aiohttp session at that time, even if the caller never calls `aclose`.
+        self._closer = self._close_at_end(session)
+        await anext(self._closer)
+        _keep_from_collector(session)
+        return session
 
     async def _close_at_end(self, session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:
-            if self._before_close is not None:
-                await self._before_close()
+            if self.before_close is not None:
+                await self.before_close()
             await session.close()
             _open_sessions.pop(session, None)
             # Wait for one iteration of the event loop, in which aiohttp's transports close their sockets.
@@ -310,6 +301,7 @@ class HttpClient:
                 os.dup2(nowhere, each.fileno(), inheritable=False)
         if self._session is not None:
             self._session.detach()
+            self._session = None
 
 
 _all: weakref.WeakSet[HttpClient] = weakref.WeakSet()
@@ -350,12 +342,6 @@ def _keep_from_collector(session: aiohttp.ClientSession) -> None:
         if loop.is_closed():
             _open_sessions.pop(other, None)
     _open_sessions[session] = asyncio.get_running_loop()
-
-
-def _check_uncompressed(response: aiohttp.ClientResponse) -> None:
-    """Raise WireError if the answer is compressed, although the request asks for an uncompressed one."""
-    if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
-        raise errors.WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -456,8 +442,16 @@ def _transport_error(url: str, error: aiohttp.ClientError | OSError) -> errors.T
     return errors.TransportError(f"{url}: {type(error).__name__}: {error}")
 
 
+async def _check_answer(response: aiohttp.ClientResponse, accepted: range) -> None:
+    """Raise the error that an answer reports, or a WireError if it is compressed, which no request allows."""
+    if response.status not in accepted:
+        raise await _response_error(response)
+    if (coding := response.headers.get("Content-Encoding", "identity")).lower() != "identity":
+        raise errors.WireError("Content-Encoding", f"got {coding!r}, expected 'identity', as requested")
+
+
 async def _response_error(response: aiohttp.ClientResponse) -> errors.SglangToppError:
-    """Return the error that an answer with another status than 200 reports."""
+    """Return the error that an answer of a status that is not accepted reports."""
     raw = b""
     async for data in response.content.iter_any():
         raw += data
@@ -546,10 +540,10 @@ def fd_shortage(error: BaseException) -> str | None:
 
     Return None if `error` has another cause.
     """
-    codes = _error_numbers(error, set())
-    if errno.ENFILE in codes:
+    code = getattr(error, "errno", None)
+    if code == errno.ENFILE:
         return "the machine has no file left for a connection (ENFILE, fs.file-max): close some, or raise it"
-    if errno.EMFILE not in codes and not _is_none_left():
+    if code != errno.EMFILE and not _is_none_left():
         return None
     return (
         f"no file is left for a connection: this process may have {_limit()} open (EMFILE); raise that with"
@@ -572,18 +566,6 @@ def _num_open() -> int:
         return len(os.listdir("/dev/fd"))
     except OSError:
         return 0
-
-
-def _error_numbers(error: BaseException | None, seen: set[int]) -> set[int]:
-    """Return the `errno` values of `error` and, recursively, of its cause, context, and group members."""
-    if error is None or id(error) in seen:
-        return set()
-    seen.add(id(error))
-    codes = {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
-    grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for each in (error.__cause__, error.__context__, *grouped):
-        codes |= _error_numbers(each, seen)
-    return codes
 
 
 def _is_none_left() -> bool:

@@ -6,11 +6,14 @@ import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ssl import SSLContext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from sglang_topp.errors import InvalidInputError, describe
-from sglang_topp_client.checks import whole_number
+from sglang_topp_client.value_checks import whole_number
+
+Kind: TypeAlias = Literal["sidecar", "sglang"]
+"""What a server is: a sidecar, or a patched SGLang."""
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """The HTTP header that holds a routing key. Gateways send requests with the same key to the same worker."""

@@ -15,10 +15,10 @@ from sglang_topp.errors import (
     WireError,
     describe,
 )
-from sglang_topp_client.checks import decode_json
 from sglang_topp_client.retry_policy import retrying
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import ServerConfig
+from sglang_topp_client.value_checks import decode_json
 from sglang_topp_client.weight_push.tensors_to_push import CheckpointTensors
 
 PauseMode: TypeAlias = Literal["retract", "abort", "in_place"]
@@ -235,7 +235,7 @@ class EngineControl:
             SglangToppError: the step failed. If it sent weights, the engine's weights are unknown.
         """
         answer = await self._http.request_json("POST", path, body, timeout_s=self._timeout_s)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
+        if answer.get("success") is not True:
             raise ServerError(f"POST {self.base_url}{path}: got {answer!r}, expected success", status=200)
 
     async def _repeat(

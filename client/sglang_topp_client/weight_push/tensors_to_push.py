@@ -7,6 +7,7 @@ its scheduler. A push is therefore compared with the tensors that each engine lo
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -138,10 +139,10 @@ class TensorCheck:
             for url, known in self._engines:
                 expected = known.shapes.get(name)
                 if expected is None:
+                    similar = difflib.get_close_matches(name, known.shapes, n=1, cutoff=0)
                     raise InvalidInputError(
                         f"weights: got the tensor {name!r}, but {url} loads none of this name; expected the"
-                        f" names of the checkpoint that it was started with, such as"
-                        f" {_similar(name, known.shapes)!r}"
+                        f" names of the checkpoint that it was started with, such as {''.join(similar)!r}"
                     )
                 if list(shape) != list(expected):
                     raise InvalidInputError(
@@ -156,15 +157,6 @@ class TensorCheck:
                     f" that {url} loads, such as {missing[0]!r}; push the whole model, or pass partial=True"
                     " to keep the engine's values of the others"
                 )
-
-
-def _similar(name: str, known: Mapping[str, Any]) -> str:
-    """Return a known name that differs from `name` by a prefix, else any known name."""
-    rest = name
-    while rest := rest.partition(".")[2]:
-        if rest in known:
-            return rest
-    return next((other for other in known if other.endswith("." + name)), next(iter(known)))
 
 
 class TensorsToPush:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import pybase64
 
 from sglang_topp.errors import InvalidInputError, SglangToppError, WeightPushError, describe
-from sglang_topp_client.checks import check_choice, seconds
 from sglang_topp_client.transport.server_config import ServerConfig, server_urls
+from sglang_topp_client.value_checks import check_choice, seconds
 from sglang_topp_client.weight_push.broadcast_push import push_broadcasts
 from sglang_topp_client.weight_push.engine_control import (
     EngineControl,

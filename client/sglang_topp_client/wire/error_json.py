@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_topp import errors
-from sglang_topp_client.checks import MAX_BODY_CHARS, truncate
+from sglang_topp_client.value_checks import MAX_BODY_CHARS, truncate
 
 _MAX_FIELD_CHARS = 200
 

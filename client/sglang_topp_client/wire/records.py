@@ -25,8 +25,7 @@ import pybase64
 from sglang_topp import CandidateSets, formats
 from sglang_topp.candidates.csr_operations import offsets_of
 from sglang_topp.errors import WireError
-from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors
-from sglang_topp_client.checks import check_ids, convert, decode_json, parse_token_ids
+from sglang_topp.formats.field_parsing import FLOAT32, INT32, renaming_errors, token_ids_of
 from sglang_topp_client.rollout import (
     FIELDS,
     Count,
@@ -50,6 +49,7 @@ from sglang_topp_client.rollout import (
     scored_ids,
     write_spans,
 )
+from sglang_topp_client.value_checks import convert, decode_json
 from sglang_topp_client.wire.frame import FrameReader, encode_frame
 
 MEDIA_TYPES: dict[type[Rollout | Score], str] = {
@@ -121,7 +121,7 @@ class JsonField(NamedTuple):
 
 
 _JSON: dict[Any, JsonField] = {
-    TokenIds: JsonField(list[int], np.ndarray.tolist, parse_token_ids),
+    TokenIds: JsonField(list[int], np.ndarray.tolist, token_ids_of),
     Logprobs: JsonField(
         str,
         lambda logprobs: pybase64.b64encode(logprobs.astype(FLOAT32).tobytes()).decode("ascii"),
@@ -251,8 +251,8 @@ def from_frame(result: type[_Result], raw: bytes, *, max_bytes: int, p: float | 
     for field in FIELDS[result]:
         if field.count_name:
             count = getattr(row, field.count_name)
-            values[field.name] = frame.read(INT32, count, f"{count} {field.name}")
-            check_ids(field.name, values[field.name])
+            ids = frame.read(INT32, count, f"{count} {field.name}")
+            values[field.name] = token_ids_of(field.name, ids)
     bare = result(**values, logprobs=_NO_LOGPROBS, candidates=None)
     scored = scored_ids(bare)
     logprobs = frame.read(FLOAT32, len(scored), f"{len(scored)} logprobs")

@@ -15,12 +15,12 @@ versions of the interface. Each SGLang release calls only the methods that it kn
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,10 +31,18 @@ import torch
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from sglang_topp.errors import PatchError
-from sglang_topp_patches.releases import Feature, installed, refused
+from sglang_topp_patches.hooks import release_key
+from sglang_topp_patches.releases import installed
 
 _NAME = "sglang_topp_cpu"  # the platform entry point and the plugin entry point have this name
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+# These ask for pinned memory even on a platform that has none, in SGLang before the release beside them. The
+# last is the buffer of `--enable-return-routed-experts`.
+_PINNING = (
+    (f"{_LOGITS}._get_pruned_states", "0.5.13"),
+    (f"{_LOGITS}._expand_metadata_for_logprobs", "0.5.13"),
+    ("sglang.srt.state_capturer.base.BaseHostCache.__init__", "0.5.20"),
+)
 
 # On a CPU, SGLang before 0.5.14 imports two kernel packages, but calls neither. `sgl_kernel` cannot be
 # imported without the CUDA driver, and SGLang does not install `vllm`, so both have stubs. Only two modules
@@ -80,12 +88,12 @@ def register() -> None:
     if hasattr(ServerArgs, "_handle_missing_default_values"):
         target = "sglang.srt.server_args.ServerArgs._handle_missing_default_values"
         HookRegistry.register(target, _name_device, HookType.BEFORE)
-    # In SGLang 0.5.12, these two methods ask for pinned memory even on a platform that has none.
-    if installed()[0] in ("0.5.12", "0.5.12.post1"):
-        for method in ("_get_pruned_states", "_expand_metadata_for_logprobs"):
-            HookRegistry.register(f"{_LOGITS}.{method}", _without_pinned_memory, HookType.AROUND)
-    # SGLang registers the buffer of `--enable-return-routed-experts` with CUDA, whatever the platform is.
-    if not refused(Feature.ROUTES):
+    release = release_key(installed()[0])
+    for target, until in _PINNING:
+        if release < release_key(until):
+            HookRegistry.register(target, _without_pinned_memory, HookType.AROUND)
+    if release >= release_key("0.5.20"):
+        # SGLang registers the buffer of `--enable-return-routed-experts` with CUDA, whatever the platform is.
         target = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
         HookRegistry.register(target, _do_nothing, HookType.REPLACE)
 
@@ -100,16 +108,16 @@ def _name_device(server_args: Any) -> None:
 
 
 def _without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    pinning = torch.tensor
+    pinning: dict[str, Callable[..., Any]] = {"tensor": torch.tensor, "zeros": torch.zeros}
 
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return pinning(*args, **kwargs)
+    def unpinned(make: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
 
-    torch.tensor = tensor
+    vars(torch).update({name: partial(unpinned, make) for name, make in pinning.items()})
     try:
         return original(*args, **kwargs)
     finally:
-        torch.tensor = pinning
+        vars(torch).update(pinning)
 
 
 def _do_nothing(*args: Any) -> None:
@@ -131,9 +139,6 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
 
     # -- The following methods treat the CPU and its memory as one device, which all ranks share.
 
@@ -166,12 +171,6 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
-
-    def empty_cache(self) -> None:
-        gc.collect()
-
-    def synchronize(self) -> None:
-        """Do nothing: torch runs all CPU operations synchronously."""
 
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
@@ -206,12 +205,6 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang ships no ty
 
     def get_graph_runner_cls(self) -> None:
         return None
-
-    def support_cuda_graph(self) -> bool:
-        return False
-
-    def support_piecewise_cuda_graph(self) -> bool:
-        return False
 
 
 def _install_kernel_stubs() -> None:

@@ -34,7 +34,7 @@ from sglang_topp_patches.hooks import Seam, after, around, before
 from sglang_topp_patches.http import slime_fields
 from sglang_topp_patches.http.process_state import Call, CallEndedError, HttpProcess, current_call
 from sglang_topp_patches.memory import LIST_FORM_COST, InFlight
-from sglang_topp_patches.releases import Feature, internals, refused
+from sglang_topp_patches.releases import Feature, refused
 from sglang_topp_patches.request import DISTRIBUTION, SAMPLER, SOURCE, SetsRequest, sets_request
 from sglang_topp_patches.set_buffer import KEY, NO_SET, Positions, Problem, SetBuffer
 
@@ -67,9 +67,9 @@ def receive_sets(self: Any, recv_obj: Any) -> None:
 
     After the hook, the message has the same keys as a message from an unpatched scheduler.
     """
-    info = internals().take_customized_info(recv_obj)
-    parts = info.pop(KEY, None)
-    if parts is not None:
+    info, parts = getattr(recv_obj, "customized_info", None), None
+    if isinstance(info, dict):  # with `SGLANG_USE_PICKLE_IPC=0`, a pickle, which has no sets
+        parts = info.pop(KEY, None)
         recv_obj.customized_info = info or None
     tokens = getattr(recv_obj, "output_ids", None) or [()] * len(recv_obj.rids)
     # A request without a buffer has an empty list, or None for each of its tokens.
@@ -198,7 +198,7 @@ def write_meta_info(
     is_shown = stream or finished
     # An incremental chunk holds the token positions since the previous chunk. A chunk that is not incremental
     # holds all token positions so far.
-    start = state.last_output_offset if stream and internals().streams_increments(self) else 0
+    start = state.last_output_offset if stream and _setting(self, "incremental_streaming_output") else 0
     if wanted.is_base64 and top_logprobs_num and is_shown and not at_end:
         _write_top_k(meta_info, state, start)
     if not field:
@@ -335,7 +335,7 @@ def _write_sets(self: Any, out: dict[str, Any], state: Any, sample: Sample) -> N
     meta_info, obj, wanted = out["meta_info"], state.obj, sample.wanted
     start, stop = meta_info.pop(KEY)
     is_stream = getattr(obj, "stream", False) and not wanted.is_sent_at_end
-    is_incremental = is_stream and internals().streams_increments(self)
+    is_incremental = is_stream and _setting(self, "incremental_streaming_output")
     if not is_incremental:
         # Copy the chunk's lists up to the chunk's last token, because SGLang appends to the original lists
         # while the caller still uses the chunk.
@@ -376,7 +376,7 @@ def _our_fields(self: Any, state: Any, sample: Sample, stop: int, generated: Pos
         if wanted.is_base64:
             fields |= formats.encode_top_p(side, positions.token_ids, positions.logprobs, positions.lengths)
         else:
-            with_text = obj.return_text_in_logprobs and not internals().skips_tokenizer(self)
+            with_text = obj.return_text_in_logprobs and not _setting(self, "skip_tokenizer_init")
             fields |= _list_form(self, side, positions, with_text)
     return fields
 
@@ -428,13 +428,18 @@ def write_last_chunk(original: Callable[..., None], self: Any, recv_obj: Any) ->
     if not getattr(state.obj, "stream", False):
         return
     out = state.out_list[-1]
-    if internals().streams_increments(self):
+    if _setting(self, "incremental_streaming_output"):
         from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
         out |= {"text": "", "output_ids": []}
         _slice_streaming_output_meta_info(out["meta_info"], len(state.output_ids))
     else:
         out["output_ids"] = list(state.output_ids)
+
+
+def _setting(manager: Any, name: str) -> bool:
+    """Return a setting of SGLang's `TokenizerManager`, which only its server arguments have before 0.5.16."""
+    return bool(getattr(manager if hasattr(manager, name) else manager.server_args, name))
 
 
 def _list_form(self: Any, side: formats.Side, positions: Positions, with_text: bool) -> dict[str, Any]:
@@ -475,13 +480,9 @@ def _fail(meta_info: dict[str, Any], message: str, sample: Sample) -> None:
             both = "; ".join(filter(None, (reason.get("message"), message)))
             meta_info["finish_reason"] = {**reason, "message": both}
         return
-    kinds = {
-        HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
-        HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
-    }
     meta_info["finish_reason"] = {
         "type": "abort",
         "message": message,
         "status_code": problem.status,
-        "err_type": kinds.get(HTTPStatus(problem.status), "BudgetExceeded"),
+        "err_type": HTTPStatus(problem.status).phrase.replace(" ", ""),
     }

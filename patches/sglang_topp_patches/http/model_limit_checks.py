@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -71,10 +71,6 @@ class ModelLimits:
         """The largest `top_logprobs_num` that the server accepts."""
         return _MAX_TRANSFERRED_TOP_LOGPROBS if self.is_disaggregated else self.model.vocab_size
 
-    def to_record(self) -> dict[str, int]:
-        """Return the attributes of `model` by name, for `GET /server_info`."""
-        return asdict(self.model)
-
     def check_request(self, field: Callable[[str], Any]) -> None:
         """Check that a request for candidate sets has only values that fit the served model.
 
@@ -96,16 +92,11 @@ class ModelLimits:
         # If a request has token ids and a text, SGLang uses the token ids.
         ids = field("input_ids")
         is_batch = _holds(ids, list)
-        if (
-            isinstance(ids, list) and not ids and field("text") is not None
-        ):  # if there is no text, SGLang itself refuses an empty `input_ids`
-            raise InvalidInputError("input_ids: got no token id, expected at least one")
-        for name, one in (
-            _each("input_ids", ids, list) if is_batch else [("input_ids", () if ids is None else ids)]
-        ):
-            if is_batch and not one:
+        for name, one in _each("input_ids", ids, list) if is_batch else [("input_ids", ids)]:
+            # SGLang itself refuses an empty `input_ids` that has no text beside it.
+            if one == [] and (is_batch or field("text") is not None):
                 raise InvalidInputError(f"{name}: got no token id, expected at least one")
-            check_token_ids(name, one, self.model.vocab_size)
+            check_token_ids(name, () if one is None else one, self.model.vocab_size)
         if field("text") is None and ids is None:
             _check_embeds(field("input_embeds"), self)
         count = _check_lists(field, self)

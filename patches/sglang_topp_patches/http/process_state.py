@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
-from sglang_topp.malloc_trim import LARGE_BYTES, HeapTrimmer
+from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.capabilities import Capabilities, environment_notes, status
 from sglang_topp_patches.disaggregation import PrefillServer
 from sglang_topp_patches.hooks import after
 from sglang_topp_patches.http.checkpoint_tensors import Checkpoint
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
-from sglang_topp_patches.memory import InFlight, budget, busy_refusal
+from sglang_topp_patches.memory import InFlight, budget, busy_refusal, trimmer
 from sglang_topp_patches.releases import internals
 from sglang_topp_patches.request import SetsRequest
 from sglang_topp_patches.scheduler.requests import SchedulerProcess
@@ -42,9 +42,6 @@ class CallEndedError(ValueError):
     def __init__(self, problem: str, status_code: int = HTTPStatus.TOO_MANY_REQUESTS) -> None:
         super().__init__(problem)
         self.status_code = status_code
-
-
-_TRIMMER = HeapTrimmer()
 
 
 class Call:
@@ -94,7 +91,7 @@ class Call:
         if self._in_flight is not None:
             self._in_flight.total -= self.candidates
             if self.candidates * 8 >= LARGE_BYTES:
-                _TRIMMER.trim_soon()
+                trimmer.trim_soon()
         self._in_flight = None
 
 
@@ -174,9 +171,9 @@ class HttpProcess:
             "problems": problems,
             "is_paused": bool(self.manager and self.manager.is_pause),
             "notes": list(dict.fromkeys(notes)),
-            "budget": {**budget().to_dict(), "candidates_in_flight": self.in_flight.total},
+            "budget": {**asdict(budget()), "candidates_in_flight": self.in_flight.total},
             "staging": {name: sum(each[name] for each in stagings) for name in names},
-            "model": None if self.model is None else self.model.to_record(),
+            "model": None if self.model is None else asdict(self.model.model),
             # An unsupported SGLang release may lack the setting that `sanitizes_logits` reads.
             "sanitizes_logits": found["active"] and internals().sanitizes_logits(),
         }

@@ -25,6 +25,7 @@ from sglang_topp_patches.request import (
     BASE64,
     DISTRIBUTION,
     FIELDS,
+    INDEXER_TOPK,
     NOTHING,
     NUCLEUS,
     ROUTES,
@@ -34,13 +35,13 @@ from sglang_topp_patches.request import (
     Carried,
     SetsRequest,
     attach,
-    attach_part,
     sets_request,
     without_fields,
 )
 
 _CUSTOM = "sampling_params.custom_params."
 _AT_END = "sglang_topp_at_end"
+_OF_NEW_WEIGHTS = "after a retraction, SGLang returns those of the second prefill for all tokens"
 PROMPT_IDS = "return_prompt_token_ids"
 """A field of SGLang 0.5.13 and later, which the plugin adds to older releases."""
 
@@ -137,7 +138,9 @@ def normalize(process: HttpProcess, original: Callable[[Any], None], self: Any) 
 @after("sglang.srt.managers.io_struct.GenerateReqInput.__getitem__")
 def get_item(item: Any, self: Any, i: int) -> Any:
     """Attach to a part of a batch what the part wants."""
-    attach_part(item, self, i)
+    of_batch: Any = sets_request(self)
+    if of_batch is not NOTHING:
+        attach(item, of_batch[i])
     return item
 
 
@@ -198,8 +201,9 @@ def parse(
                 f"sampling_params: got {len(params)} for {n} prompts, expected one per prompt"
             )
         _check(process, requests, params, field("return_logprob"))
-        if field(ROUTES) and (problem := process.capabilities.routes):
-            raise InvalidInputError(f"{ROUTES}: routed experts are not served here with sets: {problem}")
+        for name, problem in ((ROUTES, process.capabilities.routes), (INDEXER_TOPK, _OF_NEW_WEIGHTS)):
+            if field(name) and problem:
+                raise InvalidInputError(f"{name}: not served here with candidate sets: {problem}")
         if any(one.is_for_slime for one in requests):
             slime_fields.check_request(field)
         if process.model is None:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from sglang_topp_patches.hooks import around, before
-from sglang_topp_patches.releases import internals, take
+from sglang_topp_patches.releases import take
+from sglang_topp_patches.set_buffer import KEY, SetBuffer
 
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _RESULTS = f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result"
@@ -107,11 +108,19 @@ def process_on_prefill_server(original: Callable[..., Any], self: Any, batch: An
 )
 @before(f"{_OUTPUT_BEFORE_0_5_13}.stream_output", until="0.5.13")
 def commit(self: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Add the step's sets to the requests before SGLang sends the tokens."""
+    """Add the step's sets to the requests before SGLang sends the tokens.
+
+    If a request has a `SetBuffer`, every request gets one. Up to 0.5.14, SGLang sends the values of a key
+    only for the requests that have it, and looks them up by the request's position in the whole batch. It
+    would give some requests the sets of others.
+    """
     if (step := _step.get()) is not None:
         _step.set(None)
         step()
-    internals().align(reqs)
+    if any(req.customized_info and KEY in req.customized_info for req in reqs):
+        for req in reqs:
+            req.customized_info = req.customized_info or {}
+            req.customized_info.setdefault(KEY, SetBuffer())
 
 
 def _step_of(batch: Any, result: Any) -> Callable[[], None] | None:

@@ -20,7 +20,7 @@ import torch
 from sglang_topp.malloc_trim import LARGE_BYTES
 from sglang_topp_patches.hooks import around
 from sglang_topp_patches.memory import trimmer
-from sglang_topp_patches.releases import internals
+from sglang_topp_patches.releases import append
 from sglang_topp_patches.scheduler.sets import PassSets
 
 _SETS = "sglang_topp"
@@ -41,7 +41,7 @@ def add_to_stage_output(
     others = None
     for other in outputs:
         if not isinstance(other, PassSets):
-            others = internals().append(others, other)
+            others = append(others, other)
     original(tensors, others)
 
     flat: list[torch.Tensor] = []
@@ -71,7 +71,7 @@ def take_from_stage_output(
     flat = (tensors.pop(f"{_SETS}.{place}")[:length] for place, length in enumerate(lengths))
     output = original(tensors, observer)
     for each in ours:
-        output = internals().append(output, each.copy_to_host(lambda place: next(flat)))
+        output = append(output, each.copy_to_host(lambda place: next(flat)))
     return output
 
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from sglang_topp.errors import SglangToppError
-from sglang_topp_server.cli import doctor, generate, saved_rollouts, serve
+from sglang_topp_server.cli import doctor, generate, serve, view
 from sglang_topp_server.cli.common import FAILED, INTERRUPTED, USAGE, fail
 
-_OF_THE_SERVER_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "pydantic_core")
+_OF_THE_SERVER_EXTRA = (
+    *("fastapi", "uvicorn", "uvloop", "pydantic", "prometheus_client", "starlette", "pydantic_core"),
+)
 _EPILOG = """\
 exit status:
   0    success; for serve and sidecar, after SIGINT or SIGTERM
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sglang-topp {version('sglang-topp')}")
     parser.set_defaults(takes_sglang_args=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (serve, generate, saved_rollouts, doctor):
+    for module in (serve, generate, view, doctor):
         module.add_parsers(commands)
     return parser
 

@@ -127,13 +127,16 @@ def _sidecar(args: argparse.Namespace) -> int:
 
 
 def _run(settings: Settings, command: Sequence[str] | None = None) -> int:
+    import uvloop
+
     from sglang_topp_server.process import launch
 
     # Each request in flight holds two sockets.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MAX_FILES):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MAX_FILES), hard))
-    asyncio.run(launch.run(settings, command))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(launch.run(settings, command))
     return 0
 
 

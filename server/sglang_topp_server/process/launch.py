@@ -58,6 +58,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                # uvicorn would use httptools where it is installed, which keeps headers of any length, and
+                # drops the body of a request that offers an upgrade, as Java's client does.
+                http="h11",
                 ws="none",
                 log_level="warning",
                 access_log=False,
@@ -247,8 +250,9 @@ async def _start_supervisor(command: Sequence[str], settings: Settings) -> Proce
 
 async def _stop_supervisor(supervisor: Process, grace_s: float) -> None:
     assert supervisor.stdin is not None
-    supervisor.stdin.write(b".")
-    supervisor.stdin.close()
+    if not supervisor.stdin.is_closing():  # after a second signal, the supervisor may have ended
+        supervisor.stdin.write(b".")
+        supervisor.stdin.close()
     try:
         await asyncio.wait_for(supervisor.wait(), grace_s + _SUPERVISOR_GRACE_S)
     except TimeoutError:

@@ -130,7 +130,7 @@ def _page(
         scores = progress(scored for _, scored in run.read(None))
         for scored, numbers in zip(scores, run.numbers, strict=False):
             summary.add(scored, numbers)
-        if not summary.num_rollouts:
+        if not summary.totals["rollouts"]:
             raise InvalidInputError(f"{run.name}: got no rollouts, expected one or more")
         shown.append({"name": run.name, "p": summary.threshold, **summary.to_json()})
         left = int(megabytes * 1e6 / len(runs))

@@ -108,36 +108,31 @@ class Distribution:
 
     def __init__(self, edges: Float64Array) -> None:
         self._edges = edges
-        self.counts = np.zeros(len(edges) + 1, np.int64)
-        self._sum, self.least, self.largest = 0.0, np.inf, -np.inf
+        self._counts = np.zeros(len(edges) + 1, np.int64)
+        self._sum, self._least, self._largest = 0.0, np.inf, -np.inf
 
     def __len__(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of all values, or None without a value."""
-        return self._sum / len(self) if len(self) else None
+        return int(self._counts.sum())
 
     def add(self, values: NDArray[Any]) -> None:
         """Add the values, except those that are NaN."""
         values = values[~np.isnan(values)]
         if len(values):
             bins = np.searchsorted(self._edges, values, side="left")
-            self.counts += np.bincount(bins, minlength=len(self.counts))
+            self._counts += np.bincount(bins, minlength=len(self._counts))
             self._sum += float(values.sum())
-            self.least = min(self.least, float(values.min()))
-            self.largest = max(self.largest, float(values.max()))
+            self._least = min(self._least, float(values.min()))
+            self._largest = max(self._largest, float(values.max()))
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the distribution as JSON values, or None without a value."""
         if not len(self):
             return None
         return {
-            "counts": self.counts.tolist(),
-            "mean": self.mean,
-            "least": self.least,
-            "largest": self.largest,
+            "counts": self._counts.tolist(),
+            "mean": self._sum / len(self),
+            "least": self._least,
+            "largest": self._largest,
         }
 
 
@@ -145,13 +140,10 @@ class RunSummary:
     """The statistics of all rollouts of a run.
 
     Attributes:
-        num_rollouts, num_prompt_tokens, num_tokens: how many rollouts, prompt tokens, and output tokens were
-            added.
-        num_appended: how many output tokens came from a tool or an environment.
-        num_missing: how many generated tokens have no set.
+        totals: how many `rollouts` and output `tokens` were added, how many tokens a tool or an environment
+            `appended`, and how many generated tokens have no set (`missing`).
         reasons: the number of rollouts by finish reason.
         versions: the number of tokens by weight version.
-        sources: the number of rollouts by the source of their sets.
         metrics: the distribution of each metric in `EDGES`.
         rows: a row of the page's table for each of the first `MAX_ROWS` rollouts.
         prompts: the last token ids of each prompt of the rows; the column `prompt` is an index in this list.
@@ -160,11 +152,9 @@ class RunSummary:
     """
 
     def __init__(self) -> None:
-        self.num_rollouts = self.num_prompt_tokens = self.num_tokens = 0
-        self.num_appended = self.num_missing = 0
+        self.totals = Counter(rollouts=0, tokens=0, appended=0, missing=0)
         self.reasons: Counter[str] = Counter()
         self.versions: Counter[str] = Counter()
-        self.sources: Counter[str] = Counter()
         self.metrics = {name: Distribution(edges) for name, edges in EDGES.items()}
         self.rows: list[dict[str, Any]] = []
         self.prompts: list[NDArray[np.int32]] = []
@@ -174,28 +164,19 @@ class RunSummary:
         self._size_counts = np.zeros(1, np.int64)
         self._prompt_numbers: dict[tuple[int, bytes], int] = {}
 
-    @property
-    def num_sets(self) -> int:
-        """The number of candidate sets."""
-        return int(self._size_counts.sum())
-
     def add(self, scored: ScoredRollout, numbers: Mapping[str, float | None] | None = None) -> None:
         """Add the next rollout, and the numbers that a trainer recorded for it in columns of its own."""
         rollout, metrics = scored.rollout, token_metrics(scored)
         num_tokens = len(rollout.output_ids)
-        self.num_rollouts += 1
-        self.num_prompt_tokens += len(rollout.prompt_ids)
-        self.num_tokens += num_tokens
-        self.num_appended += int(np.count_nonzero(metrics["is_appended"]))
-        self.num_missing += int(np.count_nonzero(metrics["is_missing"]))
+        missing = int(np.count_nonzero(metrics["is_missing"]))
+        appended = int(np.count_nonzero(metrics["is_appended"]))
+        self.totals.update(rollouts=1, tokens=num_tokens, appended=appended, missing=missing)
         self.reasons[rollout.finish_reason] += 1
         for version, count in rollout.weight_spans or ((rollout.weight_version or "unknown", num_tokens),):
             # Tokens that `Rollout.extend` appended have the weight version "", because the caller, not the
             # engine, supplied them.
             if version or not rollout.appended_spans:
                 self.versions[version] += count
-        source = None if rollout.candidates is None else rollout.top_logprobs_source or "another source"
-        self.sources[source or "no sets"] += 1
         thresholds = rollout.top_logprobs_p, (rollout.sampling_params or {}).get("top_p"), self.threshold
         self.threshold = min((p for p in thresholds if p), default=None)
         off = np.abs(metrics["start"] - 1)
@@ -240,7 +221,7 @@ class RunSummary:
             "text": rollout.text[:_PREVIEW_CHARS],
         }
 
-    def size_quantile(self, q: float) -> int:
+    def _size_quantile(self, q: float) -> int:
         """Return the `q`-quantile of the set sizes, without interpolation."""
         seen = np.cumsum(self._size_counts)
         return int(np.searchsorted(seen, q * seen[-1]))
@@ -263,23 +244,19 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics of all rollouts as JSON values."""
-        num_known = len(self.metrics["start"])
+        num_sets, num_known = int(self._size_counts.sum()), len(self.metrics["start"])
         return {
             "verdict": {
-                "rollouts": self.num_rollouts,
-                "tokens": self.num_tokens,
-                "appended": self.num_appended,
-                "missing": self.num_missing,
-                "sets": self.num_sets,
-                "without_logprobs": self.num_sets - len(self.metrics["mass"]),
+                **self.totals,
+                "sets": num_sets,
+                "without_logprobs": num_sets - len(self.metrics["mass"]),
                 "off_1": self._num_off[0.01] / num_known if num_known else None,
                 "off_10": self._num_off[0.1] / num_known if num_known else None,
                 "ratios_known": len(self.metrics["ratio"]),
-                "median_size": self.size_quantile(0.5),
-                "p99_size": self.size_quantile(0.99),
+                "median_size": self._size_quantile(0.5),
+                "p99_size": self._size_quantile(0.99),
                 "reasons": self.reasons.most_common(),
                 "versions": self.versions.most_common(),
-                "sources": self.sources.most_common(),
             },
             "metrics": {name: distribution.to_json() for name, distribution in self.metrics.items()},
         }

@@ -1,11 +1,9 @@
-"""Rollouts round-trip through Arrow columns without losing a bit."""
+"""The Arrow columns of rollouts: what each holds, and values that no column can hold."""
 
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
 from sglang_topp.candidates import NO_TOKEN
@@ -18,90 +16,7 @@ from sglang_topp_client.storage.parquet_columns import (
     to_batch,
     to_rollouts,
 )
-
-INT32 = st.integers(0, 2**31 - 1)
-LOGPROBS = st.sampled_from([-0.0, 0.0, -0.5, -1e-30, -7.0])
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-
-
-def bits(rollout):
-    """Return every field in a form that is equal only if all bits are."""
-    values = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
-    sets = values.pop("candidates")
-    if sets is not None:
-        logprobs = sets.logprobs.tobytes() if sets.has_logprobs else None
-        ids = (sets.token_ids.tobytes(), sets.offsets.tobytes(), sets.sampled_ids.tobytes())
-        values["candidates"] = (len(sets), sets.has_logprobs, logprobs, *ids)
-    for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            values[name] = (value.dtype, value.shape, value.tobytes())
-        elif isinstance(value, float):
-            values[name] = value.hex()
-    return values
-
-
-@st.composite
-def candidate_sets(draw, output_ids):
-    """Draw sets or None: with or without log-probs, with empty spans, impossible tokens, ties, and -0.0."""
-    kind = draw(st.sampled_from(["none", "with", "without"]))
-    if kind == "none":
-        return None
-    token_ids, logprobs, offsets, sampled = [], [], [0], []
-    for token in output_ids:
-        if draw(st.booleans()):
-            others = draw(st.sets(INT32, max_size=3)) | {token}
-            values = draw(st.lists(LOGPROBS, min_size=len(others), max_size=len(others)))
-            pairs = sorted(zip(values, others, strict=True), key=lambda pair: (-pair[0], pair[1]))
-            if len(pairs) > 1 and draw(st.booleans()):
-                pairs = [pair for pair in pairs if pair[1] != token] + [(-np.inf, token)]
-            token_ids += [one for _, one in pairs]
-            logprobs += [value for value, _ in pairs]
-        offsets.append(len(token_ids))
-        is_empty = offsets[-1] == offsets[-2]
-        sampled.append(NO_TOKEN if is_empty and draw(st.booleans()) else token)
-    sets = CandidateSets(token_ids, logprobs, offsets, sampled)
-    return sets.without_logprobs() if kind == "without" else sets
-
-
-@st.composite
-def made(draw):
-    output_ids = draw(st.lists(INT32, max_size=4))
-    cuts = sorted(draw(st.lists(st.integers(0, len(output_ids)), max_size=3)))
-    counts = np.diff([0, *cuts, len(output_ids)]).tolist()
-    spans = tuple((draw(TEXT), count) for count in counts)
-    return Rollout(
-        prompt_index=draw(st.integers(0, 2**63 - 1)),
-        sample_index=draw(st.integers(0, 2**63 - 1)),
-        request_id=draw(TEXT),
-        prompt_ids=np.array(draw(st.lists(INT32, max_size=4)), np.int32),
-        output_ids=np.array(output_ids, np.int32),
-        text=draw(TEXT),
-        logprobs=np.array(
-            draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(output_ids), max_size=len(output_ids))),
-            np.uint32,
-        ).view(np.float32),
-        candidates=draw(candidate_sets(output_ids)),
-        finish_reason=draw(st.sampled_from(["stop", "length", "abort", ""])),
-        weight_version=draw(st.none() | TEXT),
-        cached_tokens=draw(st.integers(0, 2**63 - 1)),
-        latency_s=draw(st.floats(0, 1e12)),
-        top_logprobs_source=draw(st.sampled_from([None, "distribution", "sampler"])),
-        weight_spans=draw(st.sampled_from([None, spans])),
-        routing_key=draw(TEXT),
-        top_logprobs_p=draw(st.none() | st.floats(0, 1, exclude_min=True)),
-        sampling_params=draw(
-            st.none() | st.dictionaries(TEXT, st.none() | st.floats(0, 1) | TEXT, max_size=2)
-        ),
-        appended_spans=draw(st.sampled_from([(), ((0, len(output_ids)),) if output_ids else ()])),
-    )
-
-
-@given(rollouts=st.lists(made(), max_size=5))
-def test_every_bit_comes_back(rollouts):
-    for rollout in rollouts:
-        check_rollout(rollout)
-    back = list(to_rollouts(to_batch(rollouts)))
-    assert [bits(one) for one in back] == [bits(one) for one in rollouts]
+from tests.client import conftest as fakes
 
 
 def test_every_field_has_a_column():
@@ -110,7 +25,7 @@ def test_every_field_has_a_column():
     assert set(schema().names) == expected | {"candidate_logprobs", "candidate_sampled_ids"}
 
 
-def test_a_row_does_not_keep_the_table_in_memory(fakes):
+def test_a_row_does_not_keep_the_table_in_memory():
     first, *_ = to_rollouts(to_batch([fakes.sample([5], index) for index in range(3)]))
     sets = first.candidates
     arrays = (first.prompt_ids, first.output_ids, first.logprobs, sets.token_ids, sets.logprobs, sets.offsets)
@@ -120,7 +35,7 @@ def test_a_row_does_not_keep_the_table_in_memory(fakes):
         assert owner.nbytes == array.nbytes
 
 
-def test_equal_sampled_ids_are_not_stored_twice(fakes):
+def test_equal_sampled_ids_are_not_stored_twice():
     rollout = fakes.sample([5], 0)
     tool = replace(rollout, candidates=CandidateSets.empty(len(rollout.output_ids)))
     column = to_batch([rollout, tool]).column("candidate_sampled_ids").to_pylist()
@@ -160,12 +75,12 @@ def test_equal_sampled_ids_are_not_stored_twice(fakes):
         ({"appended_spans": ((1, 2), (1, 3))}, "appended_spans: got 1 to 3, expected a range from 2 to 3"),
     ],
 )
-def test_a_value_that_no_column_can_hold_is_named(fakes, changes, message):
+def test_a_value_that_no_column_can_hold_is_named(changes, message):
     with pytest.raises(InvalidInputError, match=message):
         check_rollout(replace(fakes.sample([5], 0), **changes))
 
 
-def test_numbers_of_numpy_are_stored(fakes):
+def test_numbers_of_numpy_are_stored():
     made = replace(fakes.sample([5], 0), prompt_index=np.int64(3), top_logprobs_p=np.float64(0.5))
     check_rollout(made)
     (back,) = to_rollouts(to_batch([made]))
@@ -177,7 +92,7 @@ def test_only_rollouts_are_rows():
         check_rollout({})
 
 
-def test_bytes_are_those_of_the_arrays(fakes):
+def test_bytes_are_those_of_the_arrays():
     rollout = fakes.sample([5, 6], 0)
     num_candidates = len(rollout.candidates.token_ids)
     assert num_bytes_of(rollout) == 4 * (2 + 2 * 3 + 3 + 2 * num_candidates) + len(rollout.text)

@@ -8,19 +8,25 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import Rollout, RolloutWriter, load_rollouts, save_rollouts
 from sglang_topp_client.storage import parquet_files
+from sglang_topp_client.storage.parquet_columns import to_batch, to_rollouts
+from tests.client import conftest as fakes
+from tests.client.conftest import bits
 from tests.documentation_blocks import block_with
 
 
@@ -35,12 +41,14 @@ def path(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def variety(fakes_once):
+def variety():
     """Return rollouts of every kind."""
-    one, two = (fakes_once.sample([5, 6], index) for index in range(2))
+    one, two = (fakes.sample([5, 6], index) for index in range(2))
     sets = one.candidates
     tool = CandidateSets.concat([sets[:1], CandidateSets.empty(1), sets[2:]])
-    none = np.empty(0, np.int32)
+    a, b, c = one.output_ids.tolist()  # a tie, the largest log-prob, and a token that was impossible
+    most = 2**31 - 1
+    odd = CandidateSets([a, most, b, c + 1, c], [-0.5, -0.5, -0.0, -7.0, -np.inf], [0, 2, 3, 5], [a, b, c])
     return [
         one,
         replace(two, sample_index=2**63 - 1, text="é\0\n𝄞", request_id="", top_logprobs_source="sampler"),
@@ -48,16 +56,11 @@ def variety(fakes_once):
         replace(one, candidates=sets.without_logprobs(), top_logprobs_source=None),
         replace(one, candidates=tool, finish_reason="abort"),
         replace(one, candidates=CandidateSets.empty(3), weight_spans=(("a", 0), ("b", 2), ("b", 1))),
-        replace(one, prompt_ids=none, latency_s=1e-300),
+        replace(one, prompt_ids=np.empty(0, np.int32), latency_s=1e-300, candidates=odd),
+        fakes.without_tokens(one),
         replace(
             one,
-            output_ids=none,
-            logprobs=np.empty(0, np.float32),
-            candidates=CandidateSets.empty(0),
-            weight_spans=(),
-        ),
-        replace(
-            one,
+            prompt_ids=np.array([-1 - most, most], np.int32),
             weight_version=None,
             routing_key="prompt@server",
             top_logprobs_p=0.9,
@@ -68,20 +71,10 @@ def variety(fakes_once):
     ]
 
 
-def bits(rollout):
-    """Return every field in a form that is equal only if all bits are."""
-    values = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
-    sets = values.pop("candidates")
-    if sets is not None:
-        values["sets"] = [sets.token_ids, sets.offsets, sets.sampled_ids]
-        values["sets"] += [sets.logprobs] if sets.has_logprobs else []
-    return {name: _bits(value) for name, value in values.items()}
-
-
-def _bits(value):
-    if isinstance(value, list):
-        return [_bits(one) for one in value]
-    return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+def write_to(folder, rollouts, **options):
+    with RolloutWriter(folder, **options) as writer:
+        for rollout in rollouts:
+            writer.write(rollout)
 
 
 def same(left, right):
@@ -100,6 +93,12 @@ def test_every_bit_of_every_field_comes_back(path, variety, row_group_size):
     save_rollouts(path, iter(variety), row_group_size=row_group_size)
     assert same(load_rollouts(path), variety)
     assert pq.ParquetFile(path).metadata.num_row_groups == -(-len(variety) // row_group_size)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1), st.integers(0, 3))
+def test_rows_in_any_order_come_back(variety, order, start):
+    made = [variety[i] for i in order]
+    assert same(to_rollouts(to_batch(made)[start:]), made[start:])
 
 
 def test_a_file_of_no_rollouts_is_valid(path):
@@ -149,9 +148,7 @@ def test_sizes_are_checked_first(path, size):
 def test_a_row_group_ends_at_its_byte_limit(path, folder, variety, monkeypatch):
     monkeypatch.setattr(parquet_files, "_MAX_GROUP_BYTES", 100)
     save_rollouts(path, variety)
-    with RolloutWriter(folder) as writer:
-        for rollout in variety:
-            writer.write(rollout)
+    write_to(folder, variety)
     assert pq.ParquetFile(path).metadata.num_row_groups == len(parts_of(folder)) > len(variety) // 2
     assert same(load_rollouts(path), variety)
     assert same(load_rollouts(folder), variety)
@@ -176,12 +173,14 @@ def test_a_directory_is_read_while_it_is_written(folder, variety):
 
 
 def test_two_runs_are_not_mixed_by_accident(folder, variety):
-    for start in range(3):
-        with RolloutWriter(folder, append=True) as writer:
-            writer.write(variety[start])
+    for one in variety[:3]:
+        write_to(folder, [one], append=True)
     with pytest.raises(InvalidInputError, match="got a directory with 3 parts, expected none; append=True"):
         RolloutWriter(folder)
     assert same(load_rollouts(folder), variety[:3])
+    parts_of(folder)[0].unlink()
+    write_to(folder, variety[:1], append=True)
+    assert same(load_rollouts(folder), [*variety[1:3], variety[0]])
 
 
 def test_a_writer_refuses_a_path_that_is_a_file(path, variety):
@@ -216,12 +215,11 @@ def test_an_invalid_rollout_changes_nothing(folder, variety):
 
 def test_rollouts_before_an_error_are_kept(folder, variety):
     def broken():
-        with RolloutWriter(folder) as writer:
-            writer.write(variety[0])
-            raise RuntimeError("the engine is gone")
+        yield variety[0]
+        raise RuntimeError("the engine is gone")
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
-        broken()
+        write_to(folder, broken())
     assert same(load_rollouts(folder), variety[:1])
 
 
@@ -257,18 +255,16 @@ def fail_at(monkeypatch, fault):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    if fault == "open":
-        monkeypatch.setattr(
-            "builtins.open", lambda path, mode="r", **_: full() if mode == "wb" else OPEN(path, mode)
-        )
-    elif fault == "write":
-        monkeypatch.setattr("builtins.open", lambda *given, **named: Full(OPEN(*given, **named)))
-    elif fault == "fsync":
-        monkeypatch.setattr(os, "fsync", full)
-    elif fault == "replace":
-        monkeypatch.setattr(os, "replace", full)
-    else:
+    opened = {
+        "open": lambda path, mode="r", **_: full() if mode == "wb" else OPEN(path, mode),
+        "write": lambda *given, **named: Full(OPEN(*given, **named)),
+    }
+    if fault in opened:
+        monkeypatch.setattr("builtins.open", opened[fault])
+    elif fault == "directory":
         monkeypatch.setattr(parquet_files, "sync_directory", full)
+    else:
+        monkeypatch.setattr(os, fault, full)
 
 
 OPEN = open
@@ -328,7 +324,7 @@ print(len(expected), len(list((disk / "run").iterdir())))
 """
 
 
-def test_a_full_disk_is_an_error_and_loses_nothing(path, fakes, tmp_path):
+def test_a_full_disk_is_an_error_and_loses_nothing(path, tmp_path):
     """Write to a file system of 300 KB in a separate mount namespace. Nothing goes to $TMPDIR."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -350,7 +346,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(path, fakes, tmp_path):
     assert int(done.stdout.split()[0]) > 3
 
 
-def test_a_killed_writer_loses_the_part_in_progress_alone(path, fakes, tmp_path):
+def test_a_killed_writer_loses_the_part_in_progress_alone(path, tmp_path):
     program = """
 import sys
 from itertools import count
@@ -365,18 +361,15 @@ for number in count():
     save_rollouts(path, pair)
     for number, at_least in enumerate([1, 21]):
         other = tmp_path / f"killed-{number}"
-        with subprocess.Popen(
-            [sys.executable, "-c", program, str(path), str(other)], stdout=subprocess.PIPE, text=True
-        ) as process:
+        command = [sys.executable, "-c", program, str(path), str(other)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             told = next(count for count in map(int, process.stdout) if count >= at_least)
             process.send_signal(signal.SIGKILL)
             told = max([told, *(int(line) for line in process.stdout if line.endswith("\n"))])
         rollouts = list(load_rollouts(other))
         assert len(rollouts) >= told
         assert same(rollouts, pair * (len(rollouts) // 2))
-        with RolloutWriter(other, append=True) as writer:
-            for rollout in pair:
-                writer.write(rollout)
+        write_to(other, pair, append=True)
         assert same(load_rollouts(other), [*rollouts, *pair])
         assert pa.dataset.dataset(other).count_rows() == len(rollouts) + 2
 
@@ -403,9 +396,7 @@ def test_an_altered_byte_names_the_file(path, variety):
 
 
 def test_rollouts_before_an_altered_part_are_yielded(folder, variety):
-    with RolloutWriter(folder, part_size=3) as writer:
-        for rollout in variety:
-            writer.write(rollout)
+    write_to(folder, variety, part_size=3)
     part = parts_of(folder)[1]
     raw = bytearray(part.read_bytes())
     raw[200] ^= 1
@@ -440,30 +431,41 @@ def test_a_file_with_other_columns_is_refused(path):
 # -- files that other programs rewrote -------------------------------------------------------------
 
 
-def rewritten_by_duckdb(path, target, tmp_path):
+def duckdb_rewrites(path, target):
     import duckdb
 
     duckdb.sql(f"copy (select *, 1 as more from '{path}') to '{target}' (format parquet)")
 
 
-def rewritten_by_pandas(path, target, tmp_path):
-    import pandas
-
+def pandas_rewrites(path, target):
     frame = pandas.read_parquet(path)
     frame["more"] = range(len(frame))
     frame.sort_index(axis=1).to_parquet(target)
 
 
-def rewritten_by_datasets(path, target, tmp_path):
+def rows_of_datasets(path, cache):
     import datasets
 
-    rows = datasets.load_dataset(
-        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    files = {"data_files": str(path)} if path.is_file() else {"data_dir": str(path)}
+    return datasets.load_dataset("parquet", split="train", cache_dir=str(cache), **files)
+
+
+def datasets_rewrites(path, target):
+    rows = rows_of_datasets(path, target.with_name("cache"))
     rows.add_column("more", list(range(len(rows)))).to_parquet(str(target))
 
 
-def rewritten_with_the_types_of_polars(path, target, tmp_path):
+def with_other_types(path, target, kind_of):
+    """Rewrite a file with a type for each column, or with none for those that stay."""
+    table = pq.read_table(path)
+    columns = {name: table.column(name) for name in table.column_names}
+    for field in table.schema:
+        if (kind := kind_of(field)) is not None:
+            columns[field.name] = pa.array(columns[field.name].to_pylist(), kind)
+    pq.write_table(pa.table(columns), target)
+
+
+def with_the_types_of_polars(path, target):
     """Polars stores large lists and large strings, and its categories are dictionaries."""
 
     def large(kind):
@@ -473,33 +475,21 @@ def rewritten_with_the_types_of_polars(path, target, tmp_path):
             return pa.struct([pa.field(one.name, large(one.type)) for one in reversed(list(kind))])
         return pa.large_string() if pa.types.is_string(kind) else kind
 
-    table = pq.read_table(path)
-    kinds = {field.name: large(field.type) for field in table.schema}
-    columns = {name: pa.array(table.column(name).to_pylist(), kind) for name, kind in kinds.items()}
-    columns["finish_reason"] = columns["finish_reason"].dictionary_encode()
-    pq.write_table(pa.table(columns), target)
+    categories = pa.dictionary(pa.int32(), pa.large_string())
+    with_other_types(path, target, lambda one: categories if one.name == "finish_reason" else large(one.type))
 
 
-def rewritten_with_wide_numbers(path, target, tmp_path):
-    table = pq.read_table(path)
+def with_wide_numbers(path, target):
     wide = {"prompt_index": pa.float64(), "cached_tokens": pa.uint8(), "output_ids": pa.list_(pa.int64())}
     wide["candidate_logprobs"] = pa.list_(pa.list_(pa.float64()))
-    columns = {name: table.column(name) for name in table.column_names}
-    columns |= {name: pa.array(columns[name].to_pylist(), kind) for name, kind in wide.items()}
-    pq.write_table(pa.table(columns), target)
-
-
-REWRITTEN = [
-    rewritten_by_duckdb,
-    rewritten_by_pandas,
-    rewritten_by_datasets,
-    rewritten_with_the_types_of_polars,
-    rewritten_with_wide_numbers,
-]
+    with_other_types(path, target, lambda field: wide.get(field.name))
 
 
 @pytest.mark.parametrize("are_all_null", [False, True], ids=["values", "nulls"])
-@pytest.mark.parametrize("rewrite", REWRITTEN)
+@pytest.mark.parametrize(
+    "rewrite",
+    [duckdb_rewrites, pandas_rewrites, datasets_rewrites, with_the_types_of_polars, with_wide_numbers],
+)
 def test_a_rewritten_file_loads(path, tmp_path, variety, rewrite, are_all_null):
     rollouts = variety[:-1]  # the last one has NaN as log-probs, which pandas stores as null
     if are_all_null:
@@ -507,7 +497,7 @@ def test_a_rewritten_file_loads(path, tmp_path, variety, rewrite, are_all_null):
         rollouts = [replace(one, **nulls, top_logprobs_source=None) for one in rollouts]
     save_rollouts(path, rollouts)
     target = tmp_path / "rewritten.parquet"
-    rewrite(path, target, tmp_path)
+    rewrite(path, target)
     assert pq.read_schema(target) != pq.read_schema(path)
     assert same(load_rollouts(target), rollouts)
 
@@ -550,62 +540,43 @@ def test_a_column_that_cannot_be_read_is_named(path, variety, changes, message):
 @pytest.fixture
 def growing(folder, variety):
     """Return a directory with two parts, one unfinished part of its writer, and one of a killed writer."""
-    assert len(variety) % 2 == 0
-    with RolloutWriter(folder, part_size=len(variety) // 2) as writer:
-        for rollout in variety:
-            writer.write(rollout)
-        (folder / ".part-000009-00000000.parquet.tmp").write_bytes(b"PAR1 and what came until then")
+    write_to(folder, variety, part_size=len(variety) // 2)
+    (folder / ".part-000009-00000000.parquet.tmp").write_bytes(b"PAR1 and what came until then")
+    with RolloutWriter(folder, append=True) as writer:
         writer.write(variety[0])
         yield folder
 
 
-def test_pyarrow_reads_a_directory(growing, variety):
-    table = pa.dataset.dataset(growing).to_table()
-    assert table.column("text").to_pylist() == [one.text for one in variety]
-    sets = [one.candidates for one in variety]
-    lists = [None if one is None else [ids.tolist() for ids, _ in one] for one in sets]
-    assert table.column("candidate_ids").to_pylist() == lists
+def rows_of_duckdb(folder, cache):
+    import duckdb
+
+    found = duckdb.sql(f"select * from '{folder}/*.parquet'")
+    return [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()]
 
 
-def test_pandas_reads_a_directory(growing, variety):
-    import pandas
-
-    frame = pandas.read_parquet(growing)
-    sets = variety[0].candidates
-    assert [row.tolist() for row in frame.candidate_ids[0]] == [sets[t][0].tolist() for t in range(3)]
-    assert [row.tolist() for row in frame.candidate_logprobs[0]] == [sets[t][1].tolist() for t in range(3)]
-    assert frame.candidate_logprobs[3] is None
-    assert frame.finish_reason.tolist() == [one.finish_reason for one in variety]
+READERS = {
+    "pyarrow": lambda folder, cache: pa.dataset.dataset(folder).to_table().to_pylist(),
+    "pandas": lambda folder, cache: pandas.read_parquet(folder).to_dict("records"),
+    "datasets": rows_of_datasets,
+    "duckdb": rows_of_duckdb,
+}
 
 
-def test_datasets_reads_a_directory(growing, variety, tmp_path):
-    import datasets
-
-    cache = str(tmp_path / "cache")
-    rows = datasets.load_dataset(str(growing), split="train", cache_dir=cache)
-    assert rows.num_rows == len(variety)
-    sets = variety[0].candidates
-    assert rows[0]["candidate_ids"] == [sets[t][0].tolist() for t in range(3)]
-    assert rows[0]["weight_versions"] == [
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_other_programs_read_a_directory(growing, variety, tmp_path, read):
+    rows = read(growing, tmp_path / "cache")
+    assert [row["finish_reason"] for row in rows] == [one.finish_reason for one in variety]
+    for row, one in zip(rows, variety, strict=True):
+        assert (row["candidate_ids"] is None) == (one.candidates is None)
+        if one.candidates is not None:
+            assert [list(ids) for ids in row["candidate_ids"]] == [ids.tolist() for ids, _ in one.candidates]
+    assert list(rows[0]["weight_versions"]) == [
         {"version": "step-6", "start": 0, "end": 1},
         {"version": "step-7", "start": 1, "end": 3},
     ]
-    assert rows[2]["candidate_ids"] is None
 
 
-def test_duckdb_reads_a_directory(growing, variety):
-    import duckdb
-
-    found = duckdb.sql(
-        f"select candidate_ids, len(candidate_ids[1]) from '{growing}/*.parquet'"
-        " where finish_reason = 'abort'"
-    ).fetchall()
-    sets = variety[4].candidates
-    assert found == [([sets[t][0].tolist() for t in range(3)], sets.sizes[0])]
-    assert duckdb.sql(f"select count(*) from '{growing}/*.parquet'").fetchall() == [(len(variety),)]
-
-
-def test_readers_beside_a_writer_see_whole_parts(folder, path, fakes):
+def test_readers_beside_a_writer_see_whole_parts(folder, path):
     """Another process writes up to 100 parts per second. A reader never sees an incomplete part.
 
     The number of parts to read grows while they are read, so a faster writer could outrun the readers.
@@ -665,10 +636,8 @@ for path, number in ((sys.argv[2], 16), (sys.argv[3], 1600)):
 print(held[1] - held[0])
 """
     save_rollouts(path, [rollout])
-    arguments = [str(path), str(path.with_name("small")), str(path.with_name("large"))]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
-    )
+    paths = (path, path.with_name("small"), path.with_name("large"))
+    done = fakes.run_python(program, *map(str, paths))
     one_group = 16 * (sets.token_ids.nbytes + sets.logprobs.nbytes)
     assert int(done.stdout) < 50 * one_group, done.stdout
 
@@ -681,8 +650,7 @@ def test_a_missing_extra_is_named(path):
         "    try: call()\n"
         "    except ModuleNotFoundError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install 'sglang-topp[data]'") == 2
+    assert fakes.run_python(code, str(path)).stdout.count("pip install 'sglang-topp[data]'") == 2
     assert not path.exists()
 
 

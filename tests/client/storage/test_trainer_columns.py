@@ -1,7 +1,5 @@
 """A trainer's columns are added to files of rollouts, read with the rollouts, and checked."""
 
-from dataclasses import replace
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,10 +8,11 @@ import pytest
 from sglang_topp.errors import InvalidInputError, WireError
 from sglang_topp_client import RolloutWriter, add_trainer_columns, load_rollouts, save_rollouts
 from sglang_topp_client.storage.parquet_files import load_scored_rollouts
+from tests.client import conftest as fakes
 
 
 @pytest.fixture
-def rollouts(fakes):
+def rollouts():
     return [fakes.sample([5, 6], index, num_tokens=3 + index) for index in range(3)]
 
 
@@ -144,14 +143,7 @@ def test_a_column_of_another_length_names_the_row(tmp_path, path):
 
 
 def test_a_rollout_without_a_token_has_empty_columns(tmp_path, target, rollouts):
-    none = replace(
-        rollouts[0],
-        output_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        candidates=rollouts[0].candidates[:0],
-        weight_spans=(),
-    )
-    save_rollouts(tmp_path / "empty.parquet", [none])
+    save_rollouts(tmp_path / "empty.parquet", [fakes.without_tokens(rollouts[0])])
     add_trainer_columns(tmp_path / "empty.parquet", target, trainer_logprobs=[[]])
     ((_, one),) = load_scored_rollouts(target)
     assert one.scores.logprobs.shape == (0,)

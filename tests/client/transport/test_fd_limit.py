@@ -4,8 +4,6 @@ import asyncio
 import errno
 import os
 import resource
-import subprocess
-import sys
 
 import aiohttp
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient
 from sglang_topp_client.transport import http
+from tests.client import conftest as fakes
 
 
 @pytest.fixture(autouse=True)
@@ -43,57 +42,30 @@ def fill():
 
 
 def run(url, limit, code):
-    """Run code in a process with a limit of `limit` open files. Return its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + code, url, str(limit)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")[:-1]
+    """Run code in a process with a limit of `limit` open files. Return the lines of its output."""
+    return fakes.run_python(SCRIPT + code, url, str(limit)).stdout.splitlines()
 
 
-def together(engine, fakes, width):
-    """Return a handler that answers no request before this many have arrived."""
-
-    async def handler(asked, reply):
-        while engine.peak < width:
-            await asyncio.sleep(0.02)
-        await fakes.answer_generate(asked, reply)
-
-    return handler
-
-
-@pytest.mark.parametrize(("limit", "num_prompts", "width"), [(1024, 1500, 850), (128, 400, 80), (32, 60, 8)])
-def test_more_prompts_than_files(engine, fakes, limit, num_prompts, width):
-    engine.paths["/generate"] = together(engine, fakes, width)
+@pytest.mark.parametrize(
+    ("limit", "num_others", "num_prompts", "width"),
+    [(1024, 0, 1500, 850), (128, 0, 400, 80), (32, 0, 60, 8), (256, 150, 200, 20)],
+)
+def test_more_prompts_than_files(engine, limit, num_others, num_prompts, width):
+    engine.paths["/generate"] = fakes.held_until(lambda: engine.peak >= width)
     code = f"""
+others = [os.open(os.devnull, os.O_RDONLY) for _ in range({num_others})]
 with RolloutClient(sys.argv[1], kind="sglang") as client:
     prompts = [[i % 90 + 1] for i in range({num_prompts})]
     print(len(client.generate(prompts, top_logprobs_p=0.9, timeout_s=200)))
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     assert run(engine.url, limit, code) == [str(num_prompts), str(limit)]
-    assert width <= engine.peak < limit
+    assert width <= engine.peak < limit - num_others
     # Each prompt was sent once, so no call failed for lack of a file.
     assert len(engine.calls) == num_prompts
 
 
-def test_other_open_files_count(engine, fakes):
-    engine.paths["/generate"] = together(engine, fakes, 20)
-    code = """
-others = [os.open(os.devnull, os.O_RDONLY) for _ in range(150)]
-client = RolloutClient(sys.argv[1], kind="sglang")
-print(len(client.generate([[1]] * 200, timeout_s=200)))
-"""
-    assert run(engine.url, 256, code) == ["200"]
-    assert 20 <= engine.peak < 106
-    assert len(engine.calls) == 200
-
-
-def test_two_clients_that_share_too_few_files_wait_for_each_other(engine, fakes):
+def test_two_clients_that_share_too_few_files_wait_for_each_other(engine):
     """Each client counts the files that are open at its first call, so together they may exceed the limit."""
 
     async def slowly(asked, reply):
@@ -197,22 +169,6 @@ def test_other_errors_are_not_a_shortage():
 # -- the arithmetic --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("limit", "num_open", "wanted", "expected"),
-    [
-        (1024, 24, 4096, 1024 - 24 - 64),
-        (1024, 24, 100, 100),
-        (128, 28, 4096, 128 - 28 - 16),
-        (64, 64, 4096, 1),
-        (None, 24, 5000, 5000),
-    ],
-)
-def test_a_reserve_is_left(monkeypatch, limit, num_open, wanted, expected):
-    monkeypatch.setattr(http, "_limit", lambda: limit)
-    monkeypatch.setattr(http, "_num_open", lambda: num_open)
-    assert http.max_connections(wanted) == expected
-
-
 def test_where_open_files_cannot_be_listed(monkeypatch):
     def fail(folder):
         raise FileNotFoundError(errno.ENOENT, "none", folder)
@@ -220,3 +176,6 @@ def test_where_open_files_cannot_be_listed(monkeypatch):
     monkeypatch.setattr(os, "listdir", fail)
     monkeypatch.setattr(http, "_limit", lambda: 1024)
     assert http.max_connections(4096) == 1024 - 64
+    assert http.max_connections(100) == 100
+    monkeypatch.setattr(http, "_limit", lambda: None)
+    assert http.max_connections(5000) == 5000

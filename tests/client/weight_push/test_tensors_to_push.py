@@ -1,12 +1,20 @@
-"""Names, shapes, and values of a model's tensors are those that `save_pretrained` writes."""
+"""A model's tensors are those that `save_pretrained` writes, and a push has those that every engine loads."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sglang_topp.errors import InvalidInputError
-from sglang_topp_client.weight_push.tensors_to_push import buckets, check_weights, named_tensors
+from sglang_topp.errors import InvalidInputError, WireError
+from sglang_topp_client.value_checks import convert
+from sglang_topp_client.weight_push import tensors_to_push
+from sglang_topp_client.weight_push.tensors_to_push import (
+    CheckpointTensors,
+    TensorCheck,
+    buckets,
+    check_weights,
+    named_tensors,
+)
 
 SIZES = {
     "vocab_size": 32,
@@ -50,21 +58,14 @@ def test_pairs_pass_as_they_are():
     assert [name for name, _ in named_tensors(dict(pairs))] == ["b", "a"]
 
 
-def test_buckets_are_full_and_the_last_is_named():
+def test_buckets_are_full_and_the_last_is_named(monkeypatch):
     tensors = [(str(i), torch.empty(size, dtype=torch.uint8)) for i, size in enumerate((60, 60, 200, 10, 0))]
-    import sglang_topp_client.weight_push.tensors_to_push as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_BUCKET_BYTES", 128 * 2**20)
-        assert [([n for n, _ in bucket], last) for bucket, last in buckets(tensors)] == [
-            (["0", "1", "2", "3", "4"], True)
-        ]
-        patch.setattr(module, "MAX_BUCKET_BYTES", 120)
-        assert [([n for n, _ in bucket], last) for bucket, last in buckets(tensors)] == [
-            (["0", "1"], False),
-            (["2"], False),
-            (["3", "4"], True),
-        ]
+    for limit, expected in (
+        (128 * 2**20, [(["0", "1", "2", "3", "4"], True)]),
+        (120, [(["0", "1"], False), (["2"], False), (["3", "4"], True)]),
+    ):
+        monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", limit)
+        assert [([n for n, _ in bucket], last) for bucket, last in buckets(tensors)] == expected
 
 
 class Quantized:
@@ -95,3 +96,51 @@ def test_a_sharded_tensor_is_refused():
     sharded = torch.ones(2).as_subclass(Sharded)
     with pytest.raises(InvalidInputError, match="weights: a is a sharded DTensor, expected a whole tensor"):
         list(named_tensors([("a", sharded)]))
+
+
+# -- the check against the engines -----------------------------------------------------------------
+
+SHAPES = {"model.embed.weight": [8, 4], "model.norm.weight": [4], "lm_head.weight": [8, 4]}
+ENGINES = {
+    "http://a": CheckpointTensors(SHAPES, frozenset()),
+    "http://b": CheckpointTensors(SHAPES, frozenset(["lm_head.weight"])),
+}
+
+
+def check(shapes, *, engines=ENGINES, is_partial=False):
+    check = TensorCheck(engines, is_partial=is_partial)
+    for name, shape in shapes.items():
+        check.add([(name, tuple(shape))], is_last=False)
+    check.add([], is_last=True)
+
+
+def without(name):
+    return {other: shape for other, shape in SHAPES.items() if other != name}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_missing_tensor_is_an_error_unless_it_is_optional_or_the_push_is_partial(name):
+    check(SHAPES)
+    check(without("lm_head.weight"), engines={"http://b": ENGINES["http://b"]})
+    with pytest.raises(InvalidInputError, match=f"2 tensors without 1 of the 3 that http://a .*'{name}'"):
+        check(without(name))
+    check(without(name), is_partial=True)
+
+
+def test_each_engine_is_compared():
+    other = CheckpointTensors(SHAPES | {"model.norm.weight": [5]}, frozenset())
+    with pytest.raises(InvalidInputError, match=r"expected \[5\], which http://c loads"):
+        check(SHAPES, engines=ENGINES | {"http://c": other})
+
+
+def test_a_name_that_comes_twice_is_an_error():
+    check = TensorCheck(ENGINES, is_partial=False)
+    check.add([("lm_head.weight", [8, 4])], is_last=False)
+    with pytest.raises(InvalidInputError, match=r"'lm_head.weight' twice"):
+        check.add([("lm_head.weight", [8, 4])], is_last=False)
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, {"tensors": []}, {"tensors": {}, "optional": None}])
+def test_an_answer_without_tensors_is_an_error(answer):
+    with pytest.raises(WireError):
+        convert(answer, CheckpointTensors, field="checkpoint")

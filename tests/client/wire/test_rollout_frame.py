@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from sglang_topp import CandidateSets, errors
 from sglang_topp_client import Rollout
-from sglang_topp_client.wire.frame import encode_frame, is_frame
+from sglang_topp_client.wire.frame import encode_frame
 from sglang_topp_client.wire.records import from_frame, to_frame, to_record
+from tests.client import conftest as fakes
 
 MIB = 1 << 20
 
@@ -38,31 +39,8 @@ def put_together(record, arrays, **options):
 
 
 @pytest.fixture
-def rollout(fakes):
+def rollout():
     return fakes.sample([5, 6], 1, 40)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"candidates": None, "top_logprobs_source": None},
-        {"text": 'é"\n 中文 \x00', "weight_spans": None},
-        {"prompt_ids": np.empty(0, np.int32), "prompt_index": 7, "sample_index": 9, "cached_tokens": 0},
-    ],
-    ids=["as it is", "no sets", "text", "no prompt"],
-)
-def test_round_trip_is_exact(rollout, changes):
-    rollout = replace(rollout, **changes)
-    raw = to_frame(rollout)
-
-    back = decoded(raw)
-
-    assert is_frame(raw)
-    assert to_record(back) == to_record(rollout)
-    assert back.prompt_ids.dtype == back.output_ids.dtype == np.int32
-    assert back.logprobs.flags.aligned
-    assert not back.logprobs.flags.writeable
 
 
 # Lengths around a block of 65,536 numbers, and ids that use each of their four bytes.
@@ -78,19 +56,7 @@ def test_arrays_of_several_blocks(rollout, num_candidates):
     assert decoded(to_frame(made), 8 * MIB).candidates == sets
 
 
-def test_a_sample_without_tokens_round_trips(fakes):
-    made = fakes.sample([5], 0)
-    none = replace(
-        made,
-        output_ids=made.output_ids[:0],
-        logprobs=made.logprobs[:0],
-        candidates=CandidateSets.empty(0),
-        weight_spans=(),
-    )
-    assert to_record(decoded(to_frame(none))) == to_record(none)
-
-
-def test_a_frame_is_at_most_half_as_long_as_the_json(fakes):
+def test_a_frame_is_at_most_half_as_long_as_the_json():
     made = fakes.sample([5, 6], 0, 1000)
     sizes = np.full(1000, 8)
     logprobs = np.sort(np.log(np.random.default_rng(0).dirichlet(np.ones(8), 1000)))[:, ::-1]
@@ -110,17 +76,12 @@ def test_sets_of_other_log_probs_are_errors(rollout, t, value):
         decoded(to_frame(replace(rollout, logprobs=logprobs)))
 
 
-def test_sets_of_other_tokens_are_errors(rollout, fakes):
-    with pytest.raises(errors.WireError):
-        decoded(to_frame(replace(rollout, candidates=fakes.sample([5, 6], 2, 40).candidates)))
-
-
 # -- altered, cut, or hostile ----------------------------------------------------------------------
 
 
 @given(data=st.data())
-def test_any_changed_byte_is_noticed(fakes_once, data):
-    sample = fakes_once.sample([5, 6], 1)
+def test_any_changed_byte_is_noticed(data):
+    sample = fakes.sample([5, 6], 1)
     raw = bytearray(to_frame(sample))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
@@ -195,14 +156,6 @@ def test_a_negative_id_is_named(rollout, name):
         decoded(raw)
 
 
-def test_set_sizes_that_do_not_add_up_are_named(rollout):
-    record, arrays = taken_apart(to_frame(rollout))
-    at = 4 * (len(rollout.prompt_ids) + 2 * len(rollout.output_ids))
-    wrong = arrays[:at] + bytes([arrays[at] + 1]) + arrays[at + 1 :]
-    with pytest.raises(errors.WireError, match=r"candidates\.offsets"):
-        decoded(put_together(record, wrong))
-
-
 def test_a_frame_without_checksum_or_size_is_refused(rollout):
     record, arrays = taken_apart(to_frame(rollout))
     for options in ({"write_checksum": False}, {"write_content_size": False}):
@@ -236,8 +189,8 @@ def test_content_of_exactly_the_limit_is_accepted(rollout):
 
 
 @given(data=st.data())
-def test_hostile_arrays_are_a_valid_sample_or_an_error(fakes_once, data):
-    record, arrays = taken_apart(to_frame(fakes_once.sample([5, 6], 1)))
+def test_hostile_arrays_are_a_valid_sample_or_an_error(data):
+    record, arrays = taken_apart(to_frame(fakes.sample([5, 6], 1)))
     arrays = bytearray(arrays)
     for _ in range(data.draw(st.integers(1, 4))):
         arrays[data.draw(st.integers(0, len(arrays) - 1))] = data.draw(st.integers(0, 255))

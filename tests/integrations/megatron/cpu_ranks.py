@@ -23,9 +23,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -36,6 +40,7 @@ LIMIT_S = 300
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.current_stream = torch.cuda.synchronize = lambda *_: None
 CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+CudaRNGStatesTracker.add = lambda *_: None
 
 
 class _OnCpu(TorchFunctionMode):
@@ -127,7 +132,10 @@ class Attention(torch.nn.Module):
         group = parallel_state.get_context_parallel_group()
         columns = [local_columns(edges, group.size(), rank) for rank in range(group.size())]
         mine, all_columns = columns[group.rank()], torch.cat(columns)
-        keys, values = (_Gather.apply(each, group) for each in (key, value))
+        heads_per_group = query.shape[1] // key.shape[1]
+        keys, values = (
+            _Gather.apply(each, group).repeat_interleave(heads_per_group, 1) for each in (key, value)
+        )
         sample = torch.bucketize(all_columns, torch.tensor(edges), right=True)
         own = torch.bucketize(mine, torch.tensor(edges), right=True)
         hidden = (sample[None] != own[:, None]) | (all_columns[None] > mine[:, None])
@@ -161,11 +169,8 @@ def local_columns(edges: list[int], cp: int, rank: int) -> Tensor:
 
 
 def make_config(ranks: Ranks, dtype: torch.dtype, **options: Any) -> TransformerConfig:
+    sizes = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": 32}
     return TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        ffn_hidden_size=32,
         normalization="RMSNorm",
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -179,7 +184,7 @@ def make_config(ranks: Ranks, dtype: torch.dtype, **options: Any) -> Transformer
         context_parallel_size=ranks.cp,
         sequence_parallel=ranks.sequence_parallel,
         batch_p2p_comm=False,
-        **options,
+        **(sizes | options),
     )
 
 
@@ -203,6 +208,33 @@ def make_model(ranks: Ranks, dtype: torch.dtype, tied: bool, **options: Any) -> 
         post_process=rank == ranks.pp - 1,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="none",
+    )
+
+
+def make_hybrid_model(ranks: Ranks, dtype: torch.dtype, tied: bool) -> HybridModel:
+    """Build a `HybridModel` of attention and MLP layers: the kernels of its Mamba layers need a GPU."""
+    torch.manual_seed(0)
+    config = make_config(ranks, dtype, num_layers=4)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    parts = make_layers(config).layer_specs[0].submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=Norm, self_attention=parts.self_attention, self_attn_bda=parts.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=Norm, mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+    hybrid_block.TENorm = Norm  # of the last norm
+    stack = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+    )
+    return HybridModel(
+        config,
+        ModuleSpec(hybrid_block.HybridStack, submodules=stack),
+        PADDED_VOCAB,
+        128,
+        "*-|*-" if ranks.pp > 1 else "*-*-",
+        pre_process=rank == 0,
+        post_process=rank == ranks.pp - 1,
+        share_embeddings_and_output_weights=tied,
     )
 
 

@@ -101,11 +101,11 @@ def run_schedule(
     model: Any,
     batch: Any,
     forward: Forward,
-    weights: Callable[[int], Tensor] = lambda count: torch.linspace(-1, 2, count),
+    loss: Callable[[dict[str, Tensor], int], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Run Megatron's schedule over this data-parallel rank's rows of a batch, and return the scores.
 
-    In the loss, every score of the R positions of a row has another weight, of `weights(R)`.
+    The loss of a row is `loss(scores, row)`. By default, every score of every position has another weight.
     """
     model.zero_grad()
     found: dict[str, Tensor] = {}
@@ -114,12 +114,14 @@ def run_schedule(
         row = next(rows)
         output, scores_of = forward(model, batch, row)
 
-        def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def row_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             scores = scores_of(output)
             found.update({f"{name} {row}": value.detach() for name, value in scores.items()})
-            return weighted_sum(scores, weights(len(scores["logprobs"]))), {}
+            if loss is not None:
+                return loss(scores, row), {}
+            return weighted_sum(scores, torch.linspace(-1, 2, len(scores["logprobs"]))), {}
 
-        return output, loss
+        return output, row_loss
 
     num_rows, width = batch["sequences"].shape
     num_rows //= ranks.dp

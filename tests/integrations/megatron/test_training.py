@@ -16,7 +16,15 @@ from torch import Tensor
 
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_integrations.megatron import scoring_output_layer
-from tests.integrations.megatron.cpu_ranks import VOCAB, Ranks, make_model, packed_inputs, run
+from sglang_topp_integrations.megatron.samples import return_hidden_states
+from tests.integrations.megatron.cpu_ranks import (
+    VOCAB,
+    Ranks,
+    make_hybrid_model,
+    make_model,
+    packed_inputs,
+    run,
+)
 from tests.integrations.megatron.packed_rollouts import make_batch
 from tests.integrations.megatron.test_scores import (
     by_adapter,
@@ -100,8 +108,8 @@ def _main_grads(ranks: Ranks) -> dict[str, Tensor]:
     module.output_layer.gradient_accumulation_fusion = True
     model = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
     module.config.finalize_model_grads_func = finalize_model_grads
-    # One weight for all scores, because the ranks have different positions.
-    run_schedule(ranks, model, batch, by_adapter(ranks, ASKED), weights=lambda n: torch.ones(n))
+    # One weight for all positions, because the ranks have different ones.
+    run_schedule(ranks, model, batch, by_adapter(ranks, ASKED), lambda scores, _: sum(scores.values()).sum())
     return {name: weight.main_grad.clone() for name, weight in module.named_parameters()}
 
 
@@ -129,16 +137,22 @@ def _few_positions(ranks: Ranks, lengths: Any, kind: str) -> float:
     return deviation(found, gradients(model))
 
 
-@pytest.mark.parametrize("ranks", [Ranks(), Ranks(tp=2, sequence_parallel=True), Ranks(pp=2)], ids=str)
-def test_the_output_layer_scores_without_an_output_processor(ranks: Ranks) -> None:
-    for worst, is_restored in run(ranks, _score_by_layer):
+@pytest.mark.parametrize(
+    "ranks",
+    [Ranks(), Ranks(tp=2, sequence_parallel=True), Ranks(cp=2), Ranks(pp=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("make", [make_model, make_hybrid_model])
+def test_the_output_layer_scores_without_an_output_processor(ranks: Ranks, tied: bool, make: Any) -> None:
+    for worst, is_restored in run(ranks, _score_by_layer, tied, make):
         assert worst < 1e-13
         assert is_restored
 
 
-def _score_by_layer(ranks: Ranks) -> tuple[float, bool]:
+def _score_by_layer(ranks: Ranks, tied: bool, make: Any) -> tuple[float, bool]:
     batch = make_batch(ranks, "mixed")
-    model = make_model(ranks, torch.float64, tied=True)
+    model = make(ranks, torch.float64, tied)
 
     def forward(model: Any, batch: Any, row: int) -> Any:
         context = make_context(batch, row, ASKED)
@@ -167,6 +181,9 @@ def _refuse(ranks: Ranks) -> None:
         setattr(model.config, name, 1)
         with pytest.raises(InvalidInputError, match=name), scoring_output_layer(model, context):
             pass
+        if name == "mtp_num_layers":
+            with pytest.raises(InvalidInputError, match=name):
+                return_hidden_states(model)
         setattr(model.config, name, None)
     del batch["candidates"]
     with pytest.raises(InvalidInputError, match="candidates"):

@@ -53,12 +53,17 @@ def test_options(make: Make, config: dict[str, Any], problem: str) -> None:
         make(**config)
 
 
+def test_the_compiler(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # restored after the test; the config sets it
+    with pytest.raises(InvalidInputError, match="torch_compile: got True, expected False: the compiler"):
+        make(torch_compile=True)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
         ("tools", [len], "override SGLangRollouts.generate"),
         ("environment_factory", dict, "override SGLangRollouts.generate"),
-        ("peft_config", object(), "adapters are not merged for the engine"),
         ("rollout_func", None, "got None, expected SGLangRollouts"),
     ],
 )

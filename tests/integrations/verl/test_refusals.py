@@ -52,8 +52,8 @@ class Trainer(PPOTrainer):
             True,
             "mtp.enable_rollout: got True, expected False",
         ),
-        ("actor_rollout_ref.actor.strategy", "megatron", "actor.strategy: got 'megatron', expected fsdp"),
-        ("actor_rollout_ref.ref.strategy", "megatron", "ref.strategy: got 'megatron', expected fsdp"),
+        ("actor_rollout_ref.actor.strategy", "veomni", "actor.strategy: got 'veomni', expected fsdp"),
+        ("actor_rollout_ref.ref.strategy", "veomni", "ref.strategy: got 'veomni', expected fsdp"),
         ("actor_rollout_ref.actor.calculate_sum_pi_squared", True, "calculate_sum_pi_squared: got True"),
         ("distillation.enabled", True, "distillation.enabled: got True, expected False"),
     ],
@@ -108,10 +108,11 @@ def test_a_training_process_with_verls_own_engine() -> None:
     plain = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
     role = SimpleNamespace(actor=SimpleNamespace(engine=plain), ref=None)
     for worker in (role, SimpleNamespace(worker_dict={"actor_rollout": role}), SimpleNamespace()):
-        with pytest.raises(InvalidInputError, match="expected ReplayEngine; set VERL_USE_EXTERNAL_MODULES="):
+        with pytest.raises(InvalidInputError, match=r"expected one of .*; set VERL_USE_EXTERNAL_MODULES="):
             adapter._check_engines(worker)
-    role.actor.engine = adapter.ReplayEngine.__new__(adapter.ReplayEngine)
-    adapter._check_engines(SimpleNamespace(worker_dict={"actor_rollout": role}))
+    for engine_class in (adapter.ReplayEngine, adapter.ReplayMegatronEngine):
+        role.actor.engine = engine_class.__new__(engine_class)
+        adapter._check_engines(SimpleNamespace(worker_dict={"actor_rollout": role}))
 
 
 def sets_of(ids: list[int]) -> CandidateSets:

@@ -472,6 +472,6 @@ def test_the_trainer_asks_its_processes(queue: None) -> None:
     assert not ray.get(process.is_loaded.remote())
     group = SimpleNamespace(workers=[process])
     trainer = SimpleNamespace(actor_rollout_wg=group, use_reference_policy=False)
-    with pytest.raises(InvalidInputError, match="engine: got NoneType, expected ReplayEngine; set VERL_USE"):
+    with pytest.raises(InvalidInputError, match=r"engine: got NoneType, expected one of .*; set VERL_USE"):
         adapter._check_processes(lambda *_: None, trainer, SimpleNamespace(agent_loop_workers=[]))
     assert ray.get(process.is_loaded.remote())  # asking an agent loop's process loads it in time

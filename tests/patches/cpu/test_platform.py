@@ -150,22 +150,31 @@ def test_sglang_need_not_be_told_the_device() -> None:
     assert given.device == "cuda:1"
 
 
-@pytest.mark.parametrize(("version", "count"), [("0.5.12", 2), ("0.5.12.post1", 2), ("0.5.13", 0)])
+@pytest.mark.parametrize(
+    ("version", "count"), [("0.5.12", 3), ("0.5.12.post1", 3), ("0.5.13", 1), ("0.5.19", 1), ("0.5.20", 0)]
+)
 def test_memory_is_not_pinned_where_the_platform_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, registered: list[str], version: str, count: int
 ) -> None:
     _accelerator(monkeypatch, None)
     monkeypatch.setattr(platform, "installed", lambda: (version, None))
     platform.register()
-    assert sum("logits_processor" in target for target in registered) == count
+    assert sum(target in dict(platform._PINNING) for target in registered) == count
+    assert ("sglang.srt.mem_cache.pool_host.common._cuda_host_register" in registered) is (count == 0)
 
-    before = torch.tensor
-    made = platform._without_pinned_memory(lambda given: torch.tensor(given, pin_memory=True), [1, 2])
-    assert made.tolist() == [1, 2]
-    assert not made.is_pinned()
+    before = torch.tensor, torch.zeros
+    for make, values in ((torch.tensor, [1, 2]), (torch.zeros, [0, 0])):
+        given = values if make is torch.tensor else 2
+
+        def pinned(given: Any, name: str = make.__name__) -> torch.Tensor:
+            return getattr(torch, name)(given, pin_memory=True)
+
+        made = platform._without_pinned_memory(pinned, given)
+        assert made.tolist() == values
+        assert not made.is_pinned()
     with pytest.raises(ValueError, match="given"):
         platform._without_pinned_memory(_fail)
-    assert torch.tensor is before
+    assert (torch.tensor, torch.zeros) == before
 
 
 def _fail() -> None:

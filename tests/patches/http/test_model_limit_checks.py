@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import InvalidInputError
 from sglang_topp_patches.capabilities import Capabilities
 from sglang_topp_patches.http.model_limit_checks import ModelLimits
@@ -26,14 +27,13 @@ def limits_of(tokenizer: object, role: str = "null", dtype: str = "torch.bfloat1
 LIMITS = limits_of(SimpleNamespace(get_vocab=lambda: {"a": 0, "<|end|>": 1}))
 
 
-def test_the_sizes_are_reported() -> None:
-    assert LIMITS.to_record() == {"vocab_size": VOCAB, "context_length": 100, "max_token_chars": 7}
+def test_the_limits_are_read_off_the_model() -> None:
+    assert LIMITS.model == Model(vocab_size=VOCAB, context_length=100, max_token_chars=7)
 
 
 @pytest.mark.parametrize("tokenizer", [None, object()])
 def test_a_tokenizer_that_lists_no_tokens_is_no_obstacle(tokenizer: object) -> None:
-    record = limits_of(tokenizer).to_record()
-    assert record == {"vocab_size": VOCAB, "context_length": 100, "max_token_chars": 64}
+    assert limits_of(tokenizer).model == Model(vocab_size=VOCAB, context_length=100, max_token_chars=64)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.releases import Outputs, Sglang0514, Sglang0518, take
+from sglang_topp_patches.releases import Outputs, Sglang0516, take
 from sglang_topp_patches.scheduler import host_copy_before_0_5_19
 from sglang_topp_patches.scheduler.host_copy_before_0_5_19 import Committed
 from sglang_topp_patches.set_buffer import KEY, SetBuffer
@@ -40,7 +40,7 @@ def request(*output_ids: int) -> Any:
 def result() -> Any:
     """Return a pass's result with sets."""
     logits_output = SimpleNamespace()
-    Sglang0518().attach(logits_output, Output())
+    Sglang0516().attach(logits_output, Output())
     return SimpleNamespace(logits_output=logits_output)
 
 
@@ -112,13 +112,13 @@ def test_a_prefill_servers_tokens_are_committed_when_all_are_there(result: Any, 
 
 
 def test_a_pass_begins_without_the_sets_of_another(result: Any) -> None:
-    Sglang0518().begin_pass(result.logits_output)
+    Sglang0516().begin_pass(result.logits_output)
     assert take(result.logits_output) is None
 
 
 def test_several_outputs_of_a_pass_are_consumed_in_order(result: Any) -> None:
     first, second, third = (Output() for _ in range(3))
-    internals = Sglang0518()
+    internals = Sglang0516()
     for output in (first, second, third):
         internals.attach(result.logits_output, output)
     taken = take(result.logits_output)
@@ -134,7 +134,7 @@ def test_sets_of_some_requests_arrive_with_those_requests() -> None:
     ours = SetBuffer()
     ours.append((b"abcd", b"efgh"), "7")
     reqs[1].customized_info = {KEY: ours, "theirs": [1]}
-    Sglang0514().align(reqs)
+    host_copy_before_0_5_19.commit(None, reqs)
     assert [len(req.customized_info[KEY][0:1]) for req in reqs] == [0, 1, 0, 0]
     assert "theirs" not in reqs[0].customized_info
 
@@ -142,5 +142,5 @@ def test_sets_of_some_requests_arrive_with_those_requests() -> None:
 def test_requests_without_sets_stay_as_they_are() -> None:
     reqs = [request(), request()]
     reqs[1].customized_info = {"theirs": [1]}
-    Sglang0514().align(reqs)
+    host_copy_before_0_5_19.commit(None, reqs)
     assert [req.customized_info for req in reqs] == [None, {"theirs": [1]}]

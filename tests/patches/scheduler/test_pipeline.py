@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_topp_patches.releases import Feature, internals, refused
+from sglang_topp_patches.releases import Feature, append, refused
 from sglang_topp_patches.scheduler.pipeline import add_to_stage_output, take_from_stage_output
 from sglang_topp_patches.scheduler.prompts import PromptSets
 from sglang_topp_patches.scheduler.requests import Weights
@@ -95,7 +95,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_all_of_it_arrives(monkeypatch: pytest.MonkeyPatch, sets: list[PassSets], num_ranks: int) -> None:
-    tensors = send(monkeypatch, internals().append(*sets), num_ranks)
+    tensors = send(monkeypatch, append(*sets), num_ranks)
     # SGLang splits tensors among tensor-parallel ranks, but only one of them has sets.
     ours = [value for key, value in tensors.items() if key.startswith("sglang_topp.")]
     assert len(ours) == 13
@@ -117,8 +117,8 @@ def test_another_plugins_output_goes_its_own_way(
     monkeypatch: pytest.MonkeyPatch, sets: list[PassSets]
 ) -> None:
     theirs = OtherPlugin(torch.arange(4))
-    ours = internals().append(*sets)
-    for output in (internals().append(theirs, ours), internals().append(ours, theirs)):
+    ours = append(*sets)
+    for output in (append(theirs, ours), append(ours, theirs)):
         tensors = send(monkeypatch, output, 2)
         arrived = take_from_stage_output(pop_auxiliary_output_from_pp_tensors, tensors, theirs)
         assert same(arrived.outputs[0], theirs)

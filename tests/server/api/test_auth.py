@@ -43,9 +43,10 @@ def test_the_right_key_is_accepted(guarded):
         assert answer.status_code == 200
 
 
-def test_health_routes_need_no_key(guarded):
-    for path in ("/healthz", "/readyz"):
-        assert guarded.http.get(path).status_code == 200
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_routes_need_no_key(guarded, method, path):
+    assert guarded.http.request(method, path).status_code == 200
 
 
 def test_the_body_is_not_read_before_the_key_is_checked(guarded):

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from sglang_topp_client import Rollout, RolloutClient
 from sglang_topp_client.wire.records import MEDIA_TYPES, from_frame, from_record, to_record
-from sglang_topp_server.api.encodings import NDJSON, accepted_encoding
+from sglang_topp_server.api.sample_endpoint import NDJSON, accepted_encoding
 
 FRAMES = MEDIA_TYPES[Rollout]
 
@@ -16,40 +16,24 @@ FRAMES = MEDIA_TYPES[Rollout]
 @pytest.mark.parametrize(
     ("accept", "form"),
     [
-        (None, NDJSON),
-        ("", NDJSON),
-        ("*/*", NDJSON),
-        ("application/*, text/html;q=0.9", NDJSON),
-        (NDJSON, NDJSON),
-        (FRAMES, FRAMES),
-        (FRAMES.upper(), FRAMES),
-        (f"{FRAMES}, {NDJSON};q=0.5", FRAMES),
-        (f"{NDJSON}, {FRAMES}", FRAMES),
-        (f"{NDJSON}, {FRAMES};q=0.9", NDJSON),
-        (f"*/*;q=0.1,{FRAMES} ; q=0.5", FRAMES),
-        (f"{FRAMES};q=0", NDJSON),
-        (f"{FRAMES};q=x", NDJSON),
-        (f"{FRAMES};q=nan", NDJSON),
-        (f"{FRAMES};q=1e999", NDJSON),
-        (f"{FRAMES};q=-1", NDJSON),
-        (f"{FRAMES};charset=binary", FRAMES),
-        (f"{FRAMES};q=0.5, {FRAMES};q=0.2, {NDJSON};q=0.3", FRAMES),
-        (f"{FRAMES}2", NDJSON),
-        (";;,=,;q=,q=1;", NDJSON),
+        ([], NDJSON),
+        ([""], NDJSON),
+        (["*/*"], NDJSON),
+        (["application/*, text/html;q=0.9"], NDJSON),
+        ([NDJSON], NDJSON),
+        ([FRAMES], FRAMES),
+        ([FRAMES.upper()], FRAMES),
+        ([f"{NDJSON}, {FRAMES}"], FRAMES),
+        ([NDJSON, FRAMES], FRAMES),
+        ([f"*/*;q=0.1,{FRAMES} ; q=0.5"], FRAMES),
+        ([f"{FRAMES};charset=binary"], FRAMES),
+        ([f"{FRAMES}2"], NDJSON),
+        ([";;,=,;q=,q=1;"], NDJSON),
     ],
 )
 def test_the_accept_header_chooses_the_encoding(accept, form):
-    assert (
-        accepted_encoding(
-            Headers({} if accept is None else {"accept": accept}), MEDIA_TYPES[Rollout]
-        ).media_type
-        == form
-    )
-
-
-def test_several_headers_are_one():
-    raw = [(b"accept", NDJSON.encode() + b";q=0.5"), (b"accept", FRAMES.encode())]
-    assert accepted_encoding(Headers(raw=raw), MEDIA_TYPES[Rollout]).media_type == FRAMES
+    headers = Headers(raw=[(b"accept", one.encode()) for one in accept])
+    assert accepted_encoding(headers, FRAMES).media_type == form
 
 
 def messages_of(raw):
@@ -103,9 +87,7 @@ def test_without_an_accept_header_lines_are_sent(sidecar):
             "transfer-encoding",
         ]
         record, end = answer.content.splitlines(keepends=True)
-        # As `test_pieces` pins them, the sets last.
-        assert record.endswith(b'"}\n')
-        assert [*json.loads(record)][-1] == "candidates"
+        assert from_record(Rollout, json.loads(record)).candidates is not None
         assert end == b'{"done":true,"rollouts":1}\n'
 
 

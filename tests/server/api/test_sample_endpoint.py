@@ -1,36 +1,16 @@
 """`POST /rollouts` when it fails: disconnects, size limits, time limits, and bad bodies."""
 
 import json
-import socket
 import threading
 from http.client import HTTPResponse
 
-import pytest
-
 from sglang_topp_client import RolloutClient
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "stream"])
-def stream(request):
-    return request.param
-
-
-def post_in_background(sidecar, **fields):
-    """Send a request and leave its connection open. Return the socket."""
-    fields = {"prompts": "a", "top_logprobs_p": 0.9, **fields}
-    body = json.dumps(fields).encode()
-    connection = socket.create_connection(("127.0.0.1", sidecar.port), timeout=30)
-    connection.sendall(b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    return connection
-
 
 # -- disconnects ------------------------------------------------------------------------------------
 
 
 def test_hanging_up_aborts_in_the_engine(sidecar, engine, stream, eventually):
-    connection = post_in_background(
-        sidecar, prompts=["a", "b"], sampling_params={"n": 2, "fault": "hang"}, stream=stream
-    )
+    connection = sidecar.send(prompts=["a", "b"], sampling_params={"n": 2, "fault": "hang"}, stream=stream)
     eventually(lambda: engine.running == 2)
 
     connection.close()
@@ -49,10 +29,11 @@ def test_hanging_up_in_the_middle_of_a_stream_aborts_the_rest(sidecar, engine, e
     assert sidecar.metric("sglang_topp_samples_total") == 1
 
 
+EXPECTING = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+
+
 def test_hanging_up_while_the_body_is_sent_is_no_error(sidecar, engine, eventually):
-    with socket.create_connection(("127.0.0.1", sidecar.port), timeout=30) as connection:
-        head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n"
-        connection.sendall(head)
+    with sidecar.dial(EXPECTING % 100) as connection:
         assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # it is being read
         connection.sendall(b"{")
 
@@ -76,7 +57,7 @@ def test_a_client_that_stops_waiting_aborts_in_the_engine(sidecar, engine, event
 
 def test_one_request_too_many_gets_429_and_retry_after(engine, start, stream, eventually):
     sidecar = start(engine.url, max_in_flight=2)
-    connections = [post_in_background(sidecar, sampling_params={"fault": "hang"}) for _ in range(2)]
+    connections = [sidecar.send(sampling_params={"fault": "hang"}) for _ in range(2)]
     eventually(lambda: engine.running == 2)
 
     answer = sidecar.rollouts("b", stream=stream)
@@ -84,6 +65,8 @@ def test_one_request_too_many_gets_429_and_retry_after(engine, start, stream, ev
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "OverloadedError"
+    with sidecar.dial(EXPECTING % 100) as unread:
+        assert unread.recv(4096).startswith(b"HTTP/1.1 429")
     assert len(engine.bodies) == 2
     engine.is_released = True
     for connection in connections:
@@ -91,14 +74,14 @@ def test_one_request_too_many_gets_429_and_retry_after(engine, start, stream, ev
         connection.close()
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 0)
     assert sidecar.rollouts("b").status_code == 200
-    eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="rejected") == 1)
+    eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="rejected") == 2)
 
 
 def test_samples_are_counted_and_a_request_below_the_limit_comes_in_whole(engine, start, eventually):
     sidecar = start(engine.url, max_in_flight=4)
-    first = post_in_background(sidecar, sampling_params={"fault": "hang", "n": 3})
+    first = sidecar.send(sampling_params={"fault": "hang", "n": 3})
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 3)
-    second = post_in_background(sidecar, prompts=["a", "b"], sampling_params={"fault": "hang", "n": 4})
+    second = sidecar.send(prompts=["a", "b"], sampling_params={"fault": "hang", "n": 4})
     eventually(lambda: sidecar.metric("sglang_topp_in_flight") == 3 + 2 * 4)
     assert sidecar.rollouts("c").status_code == 429
     second.close()
@@ -110,7 +93,7 @@ def test_samples_are_counted_and_a_request_below_the_limit_comes_in_whole(engine
 
 def test_the_client_comes_back_after_429(engine, start, eventually):
     sidecar = start(engine.url, max_in_flight=1)
-    blocking = post_in_background(sidecar, sampling_params={"fault": "hang"})
+    blocking = sidecar.send(sampling_params={"fault": "hang"})
     eventually(lambda: engine.running == 1)
 
     with RolloutClient(sidecar.url) as client:
@@ -126,14 +109,10 @@ def test_the_client_comes_back_after_429(engine, start, eventually):
 
 def test_a_body_that_is_declared_too_large_is_refused_unread(engine, start):
     sidecar = start(engine.url, max_body_bytes=1000)
-    with socket.create_connection(("127.0.0.1", sidecar.port), timeout=30) as connection:
-        connection.sendall(
-            b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\nExpect: 100-continue\r\n\r\n"
-        )
-        answer = HTTPResponse(connection)
-        answer.begin()
-        assert answer.status == 413
-        assert b"got 1001 bytes, expected at most 1000" in answer.read()
+    answer = HTTPResponse(sidecar.dial(EXPECTING % 1001))
+    answer.begin()
+    assert answer.status == 413
+    assert b"got 1001 bytes, expected at most 1000" in answer.read()
 
 
 def test_a_chunked_body_is_counted_as_it_arrives(engine, start):
@@ -164,7 +143,7 @@ def test_too_many_samples_are_413(engine, start):
     assert sidecar.rollouts(["a", "b"], sampling_params={"n": 3}).status_code == 200
     answer = sidecar.rollouts(["a", "b"], sampling_params=[{"n": 3}, {"n": 4}])
     assert answer.status_code == 413
-    assert "got 7 samples, expected at most 6" in answer.json()["error"]["message"]
+    assert "got 7, expected at most 6 samples" in answer.json()["error"]["message"]
     assert sidecar.rollouts("a", sampling_params={"n": 10**15}).status_code == 413
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from sglang_topp_client import Rollout
 from sglang_topp_client.wire.records import from_record
-from sglang_topp_server.api import recent_rollouts
-from sglang_topp_server.api.recent_rollouts import RecentRollouts
+from sglang_topp_server import limits
 from sglang_topp_server.view.build_page import content_security_policy
 
 
@@ -55,8 +54,8 @@ def test_it_needs_the_key(engine, start):
 def test_its_memory_is_bounded(monkeypatch, sidecar):
     (record,) = sidecar.rollouts("ab").json()["rollouts"]
     rollout = from_record(Rollout, record)
-    monkeypatch.setattr(recent_rollouts, "_MAX_BYTES", 3 * recent_rollouts.num_bytes_of(rollout))
-    recent = RecentRollouts(100)
+    monkeypatch.setattr(limits, "_MAX_RECENT_BYTES", 3 * limits.num_bytes_of(rollout))
+    recent = limits.RecentRollouts(100)
     for _ in range(10):
         recent.add(rollout)
     assert len(recent) == 3

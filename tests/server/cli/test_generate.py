@@ -120,7 +120,7 @@ def test_rollouts_are_saved(url, capsys, tmp_path):
     rollouts = list(load_rollouts(out))
     assert sorted(rollout.sample_index for rollout in rollouts) == [0, 1, 2]
     assert [rollout.candidates.sizes.tolist() for rollout in rollouts] == [[4, 4, 4]] * 3
-    assert main.main(["rollouts", str(out)]) == 0
+    assert main.main(["view", str(out), "-o", str(tmp_path / "run.html")]) == 0
 
 
 @pytest.mark.parametrize("path", ["file", "file/run", "run"])

@@ -54,12 +54,17 @@ def test_progress_is_shown_on_a_terminal(path, capsys, monkeypatch):
         ),
         (["step-0.parquet", "-o", "none/x.html"], "No such file or directory"),
         (["step-0.parquet", "--tokenizer", "none"], "--tokenizer: got none, expected a tokenizer.json"),
+        (["altered.parquet"], "altered.parquet: cannot be read, so it was cut or altered"),
+        (["step-0.parquet", "empty"], "empty: got no rollouts, expected one or more"),
     ],
 )
 def test_errors_leave_no_page(path, capsys, arguments, message):
+    path.with_name("altered.parquet").write_bytes(path.read_bytes()[:-1])
+    path.with_name("empty").mkdir()
+    before = sorted(path.parent.iterdir())
     assert main.main(["view", *arguments]) == 1
     assert message in capsys.readouterr().err
-    assert [one.name for one in path.parent.iterdir()] == ["step-0.parquet"]
+    assert sorted(path.parent.iterdir()) == before
 
 
 def test_a_page_of_no_rollouts_is_refused(path):

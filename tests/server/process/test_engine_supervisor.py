@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.server.conftest import is_alive
+
 # A child in the group and one in a session of its own; both would sleep on.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -20,22 +22,18 @@ print(os.getpid(), *(child.pid for child in children), file=sys.stderr, flush=Tr
 """
 
 
+SUPERVISOR = [sys.executable, "-m", "sglang_topp_server.process.engine_supervisor"]
+
+
 @pytest.fixture
 def keep():
     keepers = []
 
     def keep(then="time.sleep(600)", *, before="", stubborn=False, grace_s=60):
         """Start a supervisor with a tree of processes. Return it and the process ids."""
+        tree = TREE.format(stubborn=stubborn, before=before, then=then)
         supervisor = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "sglang_topp_server.process.engine_supervisor",
-                str(grace_s),
-                sys.executable,
-                "-c",
-                TREE.format(stubborn=stubborn, before=before, then=then),
-            ],
+            [*SUPERVISOR, str(grace_s), sys.executable, "-c", tree],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -56,19 +54,10 @@ def stop(supervisor):
     supervisor.stdin.close()
 
 
-def alive(pid):
-    """Return whether the process runs; a zombie does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_the_supervisor_starts_the_process_tree(keep):
     supervisor, pids = keep()
     assert len(pids) == 3
-    assert all(map(alive, pids))
+    assert all(map(is_alive, pids))
     assert supervisor.poll() is None
 
 
@@ -78,7 +67,7 @@ def test_a_byte_ends_everything_and_so_does_the_end_of_file(keep, is_killed):
     supervisor.stdin.close() if is_killed else stop(supervisor)
 
     assert supervisor.wait(timeout=60) == 128 + signal.SIGTERM
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_the_grace_ends_a_stubborn_tree(keep):
@@ -86,7 +75,7 @@ def test_the_grace_ends_a_stubborn_tree(keep):
     stop(supervisor)
 
     assert supervisor.wait(timeout=60) == 128 + signal.SIGKILL
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_the_first_process_may_clean_up_in_its_grace(keep):
@@ -94,7 +83,7 @@ def test_the_first_process_may_clean_up_in_its_grace(keep):
     stop(supervisor)
 
     assert supervisor.wait(timeout=60) == 5
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_there_is_little_grace_where_serve_was_killed(keep):
@@ -103,7 +92,7 @@ def test_there_is_little_grace_where_serve_was_killed(keep):
     supervisor.stdin.close()
 
     assert supervisor.wait(timeout=60) == 128 + signal.SIGKILL
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("while_stopping", [False, True])
@@ -114,7 +103,7 @@ def test_a_signal_skips_the_grace(keep, while_stopping):
     supervisor.terminate()
 
     assert supervisor.wait(timeout=60) == 128 + signal.SIGKILL
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -122,7 +111,7 @@ def test_when_the_first_process_ends_the_rest_does_and_its_status_is_told(keep, 
     supervisor, pids = keep(f"os._exit({status})")
 
     assert supervisor.wait(timeout=60) == status
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_a_killed_parent_takes_the_tree_with_it(eventually):
@@ -132,32 +121,17 @@ def test_a_killed_parent_takes_the_tree_with_it(eventually):
         "supervisor = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
         "time.sleep(600)"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "sglang_topp_server.process.engine_supervisor",
-        "60",
-        sys.executable,
-        "-c",
-    ]
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            code,
-            *command,
-            TREE.format(stubborn=False, before="", then="time.sleep(600)"),
-        ],
-        stderr=subprocess.PIPE,
-    )
+    tree = TREE.format(stubborn=False, before="", then="time.sleep(600)")
+    command = [*SUPERVISOR, "60", sys.executable, "-c", tree]
+    parent = subprocess.Popen([sys.executable, "-c", code, *command], stderr=subprocess.PIPE)
     pids = [int(pid) for pid in parent.stderr.readline().split()]
-    assert all(map(alive, pids))
+    assert all(map(is_alive, pids))
 
     parent.kill()
     parent.wait()
     parent.stderr.close()
 
-    eventually(lambda: not any(map(alive, pids)))
+    eventually(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_killed_supervisor_takes_the_first_process_with_it(keep, eventually):
@@ -165,7 +139,7 @@ def test_a_killed_supervisor_takes_the_first_process_with_it(keep, eventually):
     supervisor.kill()
     supervisor.wait()
 
-    eventually(lambda: not alive(first))
+    eventually(lambda: not is_alive(first))
     # The others belong to this tree. SGLang's processes ask the kernel for this themselves.
     for pid in others:
         os.kill(pid, signal.SIGKILL)
@@ -173,7 +147,7 @@ def test_a_killed_supervisor_takes_the_first_process_with_it(keep, eventually):
 
 def test_a_command_that_does_not_exist():
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_topp_server.process.engine_supervisor", "1", "/nowhere/engine"],
+        [*SUPERVISOR, "1", "/nowhere/engine"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -22,16 +22,9 @@ from sglang_topp.errors import InvalidInputError
 from sglang_topp_client import RolloutClient
 from sglang_topp_server.process import launch
 from sglang_topp_server.settings import Settings
+from tests.server.conftest import is_alive, post
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fake_engine"
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def command_lines():
@@ -98,6 +91,9 @@ def serve(tmp_path):
         process.stdout.close()
 
 
+SOON = ["--ready-timeout-s", "10"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ready_then_a_signal_ends_both(serve, number):
     running = serve()
@@ -108,15 +104,33 @@ def test_ready_then_a_signal_ends_both(serve, number):
     with RolloutClient(sidecar) as client:
         assert client.generate("a", top_logprobs_p=0.9)[0].candidates is not None
     pids = running.pids()
-    assert all(map(alive, pids))
+    assert all(map(is_alive, pids))
 
     running.process.send_signal(number)
 
     assert running.end() == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
     assert running.process.stdout.read() == ""
     # The whole output: the engine's line, and no traceback at the end.
     assert running.errors() == "the engine's own words\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "words"),
+    [
+        (["--fake-starting"], SOON, ["not ready after 10 s", "/health answers 503"]),
+        (["--fake-silent"], SOON, ["not ready after 10 s"]),
+        (["--fake-unpatched"], [], ["runs without the sglang-topp plugin"]),
+    ],
+)
+def test_an_engine_that_does_not_get_ready_is_ended(serve, fault, options, words):
+    running = serve(*fault, options=options)
+
+    assert running.end() == 1
+    for word in words:
+        assert word in running.errors()
+    assert not any(map(is_alive, running.pids()))
+    assert running.process.stdout.read() == ""
 
 
 def test_the_engine_ends_before_it_is_ready(serve):
@@ -125,32 +139,6 @@ def test_the_engine_ends_before_it_is_ready(serve):
     assert running.end() == 1
     assert "the engine ended with exit status 7 before it was ready" in running.errors()
     assert "the engine's own words" in running.errors()
-    assert running.process.stdout.read() == ""
-
-
-def test_the_engine_never_gets_ready(serve):
-    running = serve("--fake-starting", options=["--ready-timeout-s", "10"])
-
-    assert running.end() == 1
-    assert "not ready after 10 s" in running.errors()
-    assert "/health answers 503" in running.errors()
-    assert not any(map(alive, running.pids()))
-
-
-def test_the_engine_never_answers(serve):
-    running = serve("--fake-silent", options=["--ready-timeout-s", "10"])
-
-    assert running.end() == 1
-    assert "not ready after 10 s" in running.errors()
-    assert not any(map(alive, running.pids()))
-
-
-def test_the_engine_is_not_patched(serve):
-    running = serve("--fake-unpatched")
-
-    assert running.end() == 1
-    assert "runs without the sglang-topp plugin" in running.errors()
-    assert not any(map(alive, running.pids()))
     assert running.process.stdout.read() == ""
 
 
@@ -163,7 +151,7 @@ def test_the_engine_dies_while_it_serves(serve):
 
     assert running.end() == 1
     assert "the engine ended with exit status 137" in running.errors()
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_the_engine_dies_in_the_middle_of_a_request(serve):
@@ -186,7 +174,7 @@ def test_a_signal_before_it_is_ready_is_a_clean_end(serve, eventually):
     running.process.send_signal(signal.SIGTERM)
 
     assert running.end() == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_a_second_signal_skips_the_grace(serve, eventually):
@@ -200,7 +188,7 @@ def test_a_second_signal_skips_the_grace(serve, eventually):
     running.process.send_signal(signal.SIGINT)
 
     assert running.end() == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_killed_outright_it_leaves_nothing_behind(serve, eventually):
@@ -210,17 +198,15 @@ def test_killed_outright_it_leaves_nothing_behind(serve, eventually):
 
     running.process.kill()
 
-    eventually(lambda: not any(map(alive, pids)), timeout_s=90)
+    eventually(lambda: not any(map(is_alive, pids)), timeout_s=90)
 
 
 def test_requests_in_flight_are_ended_and_answered(serve, eventually):
     running = serve(options=["--grace-s", "1"])
     sidecar, _ = running.wait_until_ready()
     host, port = sidecar.removeprefix("http://").split(":")
-    body = b'{"prompts": "a", "sampling_params": {"fault": "hang"}}'
     with socket.create_connection((host, int(port)), timeout=60) as connection:
-        head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-        connection.sendall(head + body)
+        connection.sendall(post(b'{"prompts": "a", "sampling_params": {"fault": "hang"}}'))
         eventually(lambda: "sglang_topp_in_flight 1.0" in httpx.get(f"{sidecar}/metrics", timeout=60).text)
 
         running.process.send_signal(signal.SIGTERM)
@@ -276,23 +262,10 @@ def test_a_taken_port_is_refused_before_anything_starts(serve):
 
 
 def test_the_sidecar_alone_ends_on_a_signal(engine):
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "sglang_topp_server.cli.main",
-            "sidecar",
-            "--engine-url",
-            engine.url,
-            "--port",
-            "0",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        line = process.stdout.readline()
-        url = re.match(r"sglang-topp sidecar at (\S+) ", line).group(1)
+    command = [sys.executable, "-m", "sglang_topp_server.cli.main", "sidecar"]
+    command += ["--engine-url", engine.url, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = re.match(r"sglang-topp sidecar at (\S+) ", process.stdout.readline()).group(1)
         with RolloutClient(url) as client:
             assert len(client.generate("a", top_logprobs_p=0.9)) == 1
         process.send_signal(signal.SIGTERM)

@@ -85,7 +85,7 @@ def test_many_samples_pass_through_and_their_memory_goes_back(start_process, str
     before = sidecar.memory("VmRSS")
 
     length = sidecar.num_bytes(
-        sampling_params={"set_size": 100_000, "repeat": 2, "n": 16}, stream=stream, accept=accept
+        sampling_params={"set_size": 50_000, "repeat": 2, "n": 32}, stream=stream, accept=accept
     )
 
     if accept != MEDIA_TYPES[Rollout]:  # the fake engine's log-probs follow a pattern, so frames are small
@@ -94,6 +94,22 @@ def test_many_samples_pass_through_and_their_memory_goes_back(start_process, str
     # stream holds few samples at a time.
     assert sidecar.memory("VmHWM") - before < (40 * MIB if stream else 1.5 * 96 * MIB)
     eventually(lambda: sidecar.memory("VmRSS") - before < 40 * MIB)
+
+
+def test_bodies_are_not_kept_while_the_engine_generates(start_process, engine, eventually):
+    sidecar = start_process()
+    before = sidecar.memory("VmRSS")
+    body = b'{"prompts":"a","top_logprobs_p":0.9,"sampling_params":{"fault":"hang-second","n":2}}'
+    head = b"POST /rollouts HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MIB)
+    port = int(sidecar.url.rpartition(":")[2])
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+    for connection in connections:
+        connection.sendall(head + body.ljust(8 * MIB))
+
+    eventually(lambda: engine.running >= 12)
+    eventually(lambda: sidecar.memory("VmRSS") - before < 40 * MIB)
+    for connection in connections:
+        connection.close()
 
 
 def test_incomplete_bodies_do_not_fill_the_memory(start_process):

@@ -130,14 +130,35 @@ def test_two_runs_are_overlaid(open_page, write_page, scored_file, tmp_path, rol
     page = open_page(write_page(scored_file, tmp_path / "other.parquet"))
     assert page.locator("#verdict h2").all_inner_texts() == ["scored.parquet", "other.parquet"]
     for run, of_run in enumerate((rollouts, rollouts[5:15])):
-        bars = page.locator(f"figure[data-metric=sizes] .run{run}").all()
+        bars = page.locator(f"figure[data-metric=sizes] .chart .run{run}").all()
         assert sum(int(bar.get_attribute("data-count")) for bar in bars) == sum(
             np.count_nonzero(one.candidates.sizes) for one in of_run
         )
+        assert page.locator(f"figure[data-metric=sizes] .hint .run{run}").count() == 1
     page.get_by_label("Search the rollouts").fill("other.parquet prompt:7")
     (row,) = rows_of(page)[:1]
     page.locator(f"tr[data-row='{row}'] a").first.click()
     page.locator("#rollout-view h2", has_text="of other.parquet").wait_for()
+
+
+def test_a_run_without_values_leaves_the_others_histogram_as_it_is(
+    open_page, write_page, page_file, scored_file, tmp_path, rollouts
+):
+    save_rollouts(tmp_path / "plain.parquet", rollouts)
+    two_runs = write_page(scored_file, tmp_path / "plain.parquet")
+
+    def charts(file):
+        page = open_page(file)
+        found = {}
+        for figure in ("[data-metric=ratio]", "[data-metric=replayed]", "[data-chart=histogram]"):
+            bars = page.locator(f"figure{figure} .chart .run0")
+            found[figure] = (
+                page.locator(f"figure{figure} .axis span").all_inner_texts(),
+                [bar.get_attribute("data-count") for bar in bars.all()],
+            )
+        return found
+
+    assert charts(two_runs) == charts(page_file)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

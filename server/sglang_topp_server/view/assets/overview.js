@@ -76,10 +76,11 @@ function colorClass(metric, value) {
 
 const swatch = (kind, text) => el("li", {}, el("span", { class: `swatch ${kind}` }), text);
 const runClass = (i) => `run${i % 4}`;
+const runMark = (i) => data.runs.length > 1 && el("span", { class: `swatch ${runClass(i)}` });
 
 /** Return a list item with a name, a bar of `share / most` of the width, and a value. */
 function bar(kind, name, share, most, value, attributes = {}) {
-  const filled = el("i", { class: kind, style: { width: share / most } });
+  const filled = el("i", { style: { width: share / most } });
   const parts = [el("span", { class: "name" }, name), el("span", { class: "bar" }, filled)];
   return el("li", { class: kind, ...attributes }, parts, el("span", { class: "value" }, value));
 }
@@ -133,7 +134,7 @@ function verdictOf(run) {
     ["weight versions", whole(facts.versions.length), `tokens of ${names(facts.versions, sum(facts.versions.map(([, number]) => number)), 3)}`],
   ].filter(Boolean);
   return el("section", { "aria-label": run.name },
-    data.runs.length > 1 && el("h2", {}, el("span", { class: `swatch ${runClass(data.runs.indexOf(run))}` }), run.name),
+    data.runs.length > 1 && el("h2", {}, runMark(data.runs.indexOf(run)), run.name),
     el("p", { class: `sentence ${kind}` }, text),
     el("dl", { class: "tiles" }, tiles.map(([name, value, note]) =>
       el("div", { class: "tile" }, el("dt", {}, name), el("dd", {}, value), el("p", {}, note)))));
@@ -149,8 +150,10 @@ const MAX_POINTS = 3000;
  * The chart spans the bins of 99 % of the values, and `mark`; the others count in its first and last bar.
  */
 function histogram(edges, countsOfRuns, noun, mark = null) {
+  // A run may have no values, such as the ratios of a file without a trainer's log-probs.
   const totals = countsOfRuns.map((counts) => sum(counts) || 1);
-  const shares = edges.concat(0).map((_, k) => sum(countsOfRuns.map((counts, i) => counts[k] / totals[i])) / totals.length);
+  const numKnown = countsOfRuns.filter((counts) => sum(counts)).length;
+  const shares = edges.concat(0).map((_, k) => sum(countsOfRuns.map((counts, i) => counts[k] / totals[i])) / numKnown);
   const binAt = (share) => { let seen = 0; return shares.findIndex((each) => (seen += each) >= share); };
   const marked = mark === null ? [] : [edges.findIndex((edge) => edge >= mark)];
   const first = Math.min(binAt(0.005), ...marked);
@@ -176,8 +179,8 @@ function drawDistribution(metric) {
   if (!known.some(Boolean)) return null;
   const edges = data.edges[metric];
   const digits = metric === "sizes" ? 0 : 4;
-  const hints = known.filter(Boolean).map((all) =>
-    el("p", { class: "hint" }, `mean ${fixed(all.mean, digits || 1)}, from ${fixed(all.least, digits)} to ${fixed(all.largest, digits)}`));
+  const hints = known.map((all, i) => all &&
+    el("p", { class: "hint" }, runMark(i), `mean ${fixed(all.mean, digits || 1)}, from ${fixed(all.least, digits)} to ${fixed(all.largest, digits)}`));
   const counts = known.map((all) => all?.counts ?? Array(edges.length + 1).fill(0));
   return el("figure", { "data-metric": metric }, el("h3", {}, LABELS[metric] + (metric === "sizes" ? ", log scale" : "")), hints, histogram(edges, counts, "token", isRatio(metric) ? 1 : null));
 }
@@ -291,7 +294,7 @@ function drawTable() {
   const body = el("tbody");
   const matches = el("output", { class: "hint" });
   const more = el("button", { type: "button", onclick: () => drawMore() }, `Show ${ROWS_AT_ONCE} more`);
-  const search = el("input", { type: "search", placeholder: "words, abort, prompt:3, a weight version", "aria-label": "Search the rollouts", oninput: () => refresh() });
+  const search = el("input", { type: "search", placeholder: "words, abort, prompt:3, a version", "aria-label": "Search the rollouts", oninput: () => refresh() });
   const heads = columns.map((column) =>
     el("th", { scope: "col", class: classOf(column), "data-column": column.name },
       el("button", { type: "button", onclick: () => sortBy(column) }, column.label ?? column.name)));

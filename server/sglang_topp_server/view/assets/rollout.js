@@ -6,11 +6,10 @@ let metric = "entropy";
 
 // -- tokens as text --------------------------------------------------------------------------------------
 
-// Control characters, special spaces such as the no-break space, characters without a width, and characters
-// that change the direction of the text.
-const HIDDEN = "\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00a0\\u00ad\\u061c\\u115f\\u180e\\u200b-\\u200f\\u2028-\\u202f\\u205f-\\u206f\\u3000\\ufeff\\ufff9-\\ufffc";
-const RUNS = new RegExp(`(\\n+| +|\\t+|[${HIDDEN}])`, "u");
-const IS_HIDDEN = new RegExp(`[\\n\\t${HIDDEN}]`, "u");
+// Line feeds, spaces, tabs, and each other character that is not seen: control and format characters (which have no
+// width, or change the direction of the text), special spaces such as the no-break space, and Hangul's fillers.
+const IS_HIDDEN = /[\p{Cc}\p{Cf}\p{Z}\u115f\u1160\u3164\uffa0]/u;
+const RUNS = new RegExp(`(\\n+| +|\\t+|${IS_HIDDEN.source})`, "u");
 
 const hasTexts = data.texts !== null;
 const hex = (number, digits) => number.toString(16).toUpperCase().padStart(digits, "0");

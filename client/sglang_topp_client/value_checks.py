@@ -44,15 +44,6 @@ def truncate(value: object, max_chars: int = 10_000) -> str:
     return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
 
 
-def is_text(value: str) -> bool:
-    """Return whether `value` can be encoded as UTF-8. Text with a lone surrogate cannot be encoded."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def find_json_problem(value: Any) -> str | None:
     """Return why `value` cannot be sent to a server as JSON, or None if `value` can be sent."""
     level: list[Any] = [value]
@@ -64,9 +55,6 @@ def find_json_problem(value: Any) -> str | None:
                 below += one.values()
             elif isinstance(one, list | tuple):
                 below += one
-            elif isinstance(one, str):
-                if not is_text(one):
-                    return f"got text with a lone surrogate, which is no Unicode text: {describe(one)}"
             elif isinstance(one, int) and not -(1 << 63) <= one < 1 << 63:
                 return f"got the integer {describe(one)}, expected integers of 64 bits"
         if not below:
@@ -75,19 +63,22 @@ def find_json_problem(value: Any) -> str | None:
     else:
         return f"got values nested in more than {_MAX_NESTING} levels"
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"got text with a lone surrogate, which is no Unicode text: {describe(error.object)}"
     except (TypeError, ValueError, RecursionError) as error:
         return f"cannot be sent as JSON: {error}"
     return None
 
 
-def check_choice(name: str, value: Any, choices: Any, note: str = "") -> None:
-    """Raise InvalidInputError, whose message ends with `note`, unless `value` is in the Literal `choices`."""
+def check_choice(name: str, value: Any, choices: Any, note: str = "") -> Any:
+    """Return `value`, or raise InvalidInputError, ending in `note`, if the Literal `choices` lacks it."""
     values = get_args(choices)
     if not isinstance(value, tuple(map(type, values))) or value not in values:
         *first, last = map(repr, values)
         listed = f"{', '.join(first)}{',' * (len(first) > 1)} or {last}"
         raise InvalidInputError(f"{name}: got {describe(value)}, expected {listed}{note}")
+    return value
 
 
 def whole_number(name: str, value: Any, lowest: int) -> int:
@@ -245,22 +236,6 @@ def _choices(kind: msgspec.inspect.Type, path: list[str]) -> str:
         return "".join(_choices(one.type, path[1:]) for one in kind.fields if one.encode_name == path[0])
     inner = getattr(kind, "item_type", getattr(kind, "value_type", None))
     return "" if inner is None else _choices(inner, path[1:])
-
-
-def parse_token_ids(field: str, values: list[int]) -> NDArray[np.int32]:
-    """Return a list of token ids as int32 [T], or raise WireError."""
-    try:
-        ids = np.array(values, np.int32)
-    except OverflowError:
-        raise WireError(field, "got an id outside int32") from None
-    check_ids(field, ids)
-    return ids
-
-
-def check_ids(field: str, ids: NDArray[np.int32]) -> None:
-    """Raise WireError if one of the token ids is negative."""
-    if len(ids) and ids.min() < 0:
-        raise WireError(field, f"got {ids.min()}, expected token ids of 0 or more")
 
 
 def import_optional(name: str, *, extra: str, use: str) -> Any:
