@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 
 from sglang_topp import CandidateSets, formats
-from sglang_topp_client import Rollout, Score, load_rollouts, retry_policy, save_rollouts
+from sglang_topp_client import AsyncRolloutClient, Rollout, Score, load_rollouts, retry_policy, save_rollouts
 from sglang_topp_client.rollout import write_spans
 from sglang_topp_client.transport.http import frame_head
 from sglang_topp_client.wire.records import from_frame, from_record, to_frame, to_record
@@ -478,6 +478,16 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def ids_known(client: AsyncRolloutClient, num_samples: int) -> None:
+    """Wait until the client has the engine's ids of so many samples; with `n`, the tokens bring them."""
+
+    def count() -> int:
+        jobs = [job for run in client._runs.servers.runs for job in run._jobs]
+        return sum(len(job.exchange.open_ids) for job in jobs if job.exchange is not None)
+
+    await until(lambda: count() == num_samples)
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:

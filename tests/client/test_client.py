@@ -309,8 +309,7 @@ async def test_cancelling_aborts_every_sample(engine, client, hang, n):
     engine.script += [hang] * 2
     task = asyncio.create_task(client.generate([[5], [6]], {"n": n}))
     await until(lambda: engine.in_flight == 2)
-    # The first tokens must have arrived, because the engine's ids come with them.
-    await asyncio.sleep(0.1)
+    await fakes.ids_known(client, 2 * n)
     await fakes.cancel(task)
     if n == 1:
         expected = [body["rid"] for body in engine.calls]
@@ -340,6 +339,7 @@ async def test_abort_by_name(engine, client, hang):
     doomed = [asyncio.create_task(client.generate([i], {"n": 2}, request_id="doomed")) for i in (5, 6)]
     spared = asyncio.create_task(client.generate([7], request_id="doomed-not"))
     await until(lambda: engine.in_flight == 3)
+    await fakes.ids_known(client, 5)
     assert await client.abort("doomed") == 2
     assert len(engine.aborted) == 4
     for task in doomed:
