@@ -338,7 +338,6 @@ class EngineClient:
         if isinstance(error, MissingCandidateSetsError):
             # The engine may have restarted without the plugin since the last probe.
             self.status = replace(self.status, phase="unpatched", reason=str(error), patch={})
-            self._has_been_ready = False
         if isinstance(error, TransportError | ServerError | MissingCandidateSetsError):
             self._probe_now.set()
         return from_engine_error(error)

@@ -67,7 +67,7 @@ class _SampleBody(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     """The prefix of the request's ids in the engine's log: printable, at most 512 characters."""
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    """Seconds after which the samples are aborted with a 504. The server also has a limit."""
+    """Seconds after which the samples are aborted with a 504."""
 
 
 class RolloutsBody(_SampleBody, kw_only=True, forbid_unknown_fields=True):

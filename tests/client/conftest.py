@@ -483,11 +483,10 @@ async def until(condition: Callable[[], Any]) -> None:
 async def ids_known(client: AsyncRolloutClient, num_samples: int) -> None:
     """Wait until the client has the engine's ids of so many samples; with `n`, the tokens bring them."""
 
-    def count() -> int:
-        jobs = [job for run in client._runs.servers.runs for job in run._jobs]
-        return sum(len(job.exchange.open_ids) for job in jobs if job.exchange is not None)
+    def exchanges() -> list[Any]:
+        return [job.exchange for run in client._runs.servers.runs for job in run._jobs if job.exchange]
 
-    await until(lambda: count() == num_samples)
+    await until(lambda: sum(len(one.open_ids) for one in exchanges()) == num_samples)
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:

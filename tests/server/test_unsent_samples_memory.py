@@ -1,9 +1,18 @@
 """The memory limit for finished samples: which requests it refuses or ends."""
 
+import asyncio
+import json
+from dataclasses import replace
+
 import pytest
 
 from sglang_topp.errors import OverloadedError
-from sglang_topp_server.limits import ConcurrencyLimit, MemoryLimit
+from sglang_topp_client.wire.records import to_record
+from sglang_topp_server.engine import EngineClient
+from sglang_topp_server.limits import ConcurrencyLimit, MemoryLimit, num_bytes_of
+from sglang_topp_server.requests import parse_rollouts
+from sglang_topp_server.settings import Limits
+from tests.client import conftest as fakes
 
 # About 0.5 MB of sets in one sample, and about 4 MB.
 HALF = {"set_size": 2_000, "repeat": 10}
@@ -42,6 +51,18 @@ def test_the_request_that_holds_the_most_is_ended(engine, start, eventually):
     assert sidecar.metric("sglang_topp_errors_total", status="429", type="OverloadedError") == 1
     eventually(lambda: engine.running == 0 and len(engine.hung_up) == 1)
     eventually(lambda: sidecar.metric("sglang_topp_held_bytes") == 0)
+
+
+async def test_rollouts_to_continue_count(engine):
+    given = replace(fakes.sample([5], 0), finish_reason="abort")
+    body = {"rollouts": [to_record(given)], "sampling_params": {"max_new_tokens": 99}, "top_logprobs_p": 0.9}
+    results = asyncio.Queue()
+    client = EngineClient(engine.url)
+    with MemoryLimit(1 << 20).share() as share:
+        await client.collect(parse_rollouts(json.dumps(body).encode(), Limits()), share, {}, results)
+        _, result = results.get_nowait()
+        assert share.num_bytes == num_bytes_of(given) + num_bytes_of(result)
+    await client.close()
 
 
 async def test_a_request_is_ended_only_if_those_that_leave_do_not_free_enough():

@@ -178,6 +178,19 @@ def test_a_stream_that_runs_out_of_time_has_no_end_mark(sidecar, engine, eventua
     eventually(lambda: sidecar.metric("sglang_topp_requests_total", outcome="failed") == 1)
 
 
+def test_a_prompt_whose_samples_fail_is_one_error_and_the_others_go_on(sidecar, engine, eventually):
+    params = [{"n": 2, "fault": "refuse"}, {"n": 2, "fault": "hang"}]
+    connection = sidecar.send(prompts=["a", "b"], sampling_params=params, stream=True)
+    eventually(lambda: len(engine.bodies) == 2 and engine.running == 1)
+    engine.is_released = True
+
+    (answer := HTTPResponse(connection)).begin()
+    error, *records, end = map(json.loads, answer.read().splitlines())
+    assert (error["prompt_index"], error["error"]["status"]) == (0, 400)
+    assert [(record["prompt_index"], record["sample_index"]) for record in records] == [(1, 0), (1, 1)]
+    assert end == {"done": True, "rollouts": 2}
+
+
 def test_only_the_caller_limits_the_time_of_a_request(sidecar):
     assert "timeout_s" not in sidecar.http.get("/info").json()["limits"]
 
