@@ -268,9 +268,9 @@ def test_stop_patterns_that_people_write_pass(pattern: str) -> None:
 def test_patterns_that_explode_do_not(pattern: str, victim: str) -> None:
     assert search_steps(pattern, NUM_CHARS) > MAX_STEPS
     # The bound for this text holds too: `re` makes at least 10 million steps per second.
-    start = time.monotonic()
+    start = time.thread_time()
     re.search(pattern, victim)
-    assert time.monotonic() - start < search_steps(pattern, len(victim)) / 1e6 + 1
+    assert time.thread_time() - start < search_steps(pattern, len(victim)) / 1e6 + 1
 
 
 @pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "(?:a|b" * 3000 + ")" * 3000])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -337,8 +336,7 @@ async def test_a_set_of_something_else_is_an_error(pair: Pair, other: dict[str, 
 
 async def test_a_prefill_server_that_is_not_asked_for_sets_is_an_error_at_once(pair: Pair) -> None:
     body = {"text": "x", "sampling_params": SAMPLING, **WANTED}
-    start = time.monotonic()
     first, answer = await pair.send(body, to_prefill={"top_logprobs_p": None})
-    assert time.monotonic() - start < 15
     assert (first.status_code, answer.status_code) == (200, 500)
+    # After 30 s of asking, the error would be another.
     assert "has none for this bootstrap room; was it asked for sets" in answer.text

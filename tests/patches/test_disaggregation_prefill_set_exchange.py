@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -189,10 +188,9 @@ async def test_a_server_without_the_sets_says_so_at_once(
 ) -> None:
     """It was not asked for sets, or gave them up, or has another version of this package."""
     prefill.manager = manager
-    start = time.monotonic()
     received = await asked(state(port))
+    # After `_LATE_S` of asking, the error would be another.
     assert "has none for this bootstrap room; was it asked for sets" in received.check(None)
-    assert time.monotonic() - start < disaggregation._LATE_S / 2
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,7 @@ def test_one_answer_is_json_whatever_is_accepted(sidecar):
 
 
 def test_errors_come_in_frames_once_a_stream_has_begun(sidecar):
-    answer = ask(
-        sidecar, FRAMES, prompts="a", sampling_params={"n": 2, "fault": "hang-second"}, timeout_s=1.5
-    )
+    answer = ask(sidecar, FRAMES, prompts="a", sampling_params={"n": 2, "fault": "hang-second"}, timeout_s=6)
     sample, error = messages_of(answer.content)
     assert from_frame(Rollout, sample, max_bytes=1 << 20).sample_index == 0
     assert json.loads(error)["error"]["type"] == "RequestTimeoutError"
