@@ -15,7 +15,8 @@ __all__ = ["NoNumber", "Slow", "num_sampled"]
 class NoNumber(CustomLogitProcessor):
     """Sets the logits of position `at` to NaN, and writes each sampled position to the file `seen`.
 
-    Each later step takes 50 ms more, so that tests can count steps until an abort on a busy machine, too.
+    Each step after position `slow_after` takes 0.4 s more, so that tests can count steps until an abort on a
+    busy machine, too.
     """
 
     def __call__(
@@ -28,8 +29,8 @@ class NoNumber(CustomLogitProcessor):
             if "seen" in params:
                 with open(params["seen"], "a") as seen:
                     seen.write(f"{position}\n")
-                if position > params["at"]:
-                    time.sleep(0.05)
+                if position > params["slow_after"]:
+                    time.sleep(0.4)
         return logits
 
 

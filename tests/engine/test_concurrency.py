@@ -19,7 +19,7 @@ REQUESTS = 64
 async def _send(http: httpx.AsyncClient, index: int, rng: random.Random) -> str:
     p = rng.choice([None, 0.5, 0.8, 0.95, 1.0])
     body: dict[str, Any] = {
-        "rid": f"mixed-{index}",
+        "rid": f"mixed-{index:02}",  # SGLang aborts every request whose id begins with the given one
         "text": "x" * rng.randint(1, 150),
         "sampling_params": {
             "max_new_tokens": rng.randint(1, 48),

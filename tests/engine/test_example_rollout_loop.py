@@ -30,10 +30,11 @@ def test_the_replayed_ratios_are_one() -> None:
     rows = re.findall(r"^over the (.*?) {2,}(\S+) +(\S+)%$", ended.stdout, re.MULTILINE)
     ratios = {label: (float(mean), float(off)) for label, mean, off in rows}
     assert ratios["candidate sets"] == (1.0, 0.0)
-    # At top-p 0.8, the ratio over the whole vocabulary is the kept mass: the bias that replay removes.
+    # At top-p 0.8, the ratio over the whole vocabulary is the kept mass: the bias that replay removes. In 60
+    # runs, the mean was 0.947 with a standard deviation of 0.0014, and 31 % with one of 1.0 % were off.
     mean, off = ratios["whole vocabulary"]
-    assert 0.8 <= mean < 0.95
-    assert off > 30
+    assert 0.8 <= mean < 0.96
+    assert off > 25
     # Several words fit after "The cat sat on the", and one after the question.
     after = {
         prompt: re.findall(r"\[?(\w+) \d\.\d\d", candidates)

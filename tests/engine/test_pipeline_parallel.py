@@ -158,14 +158,14 @@ async def test_aborted_requests_have_the_sets_of_what_they_show(stages: Engine) 
 def test_a_row_without_a_set_ends_its_request_and_no_other(stages: Engine, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     sampling = [
-        {**SAMPLING, "temperature": 0, "max_new_tokens": 200, "custom_params": {"at": 5, "seen": str(seen)}},
-        {**SAMPLING, "temperature": 0, "custom_params": {"at": 100}},
+        {"max_new_tokens": 200, "custom_params": {"at": 5, "slow_after": 5, "seen": str(seen)}},
+        {"custom_params": {"at": 100}},
     ]
     with ThreadPoolExecutor(2) as pool:
         broken, whole = pool.map(
             lambda params: stages.post(
                 text="x",
-                sampling_params=params,
+                sampling_params={**SAMPLING, "temperature": 0, **params},
                 custom_logit_processor=NoNumber().to_str(),
                 return_logprobs_in_base64=True,
                 **WHOLE,
@@ -193,7 +193,7 @@ def test_a_sample_beyond_its_budget_ends_in_every_stage(stages: Engine, tmp_path
     for tokens in (61, 200):
         seen = tmp_path / f"seen {tokens}"
         body = _vocabulary(tokens, custom_logit_processor=NoNumber().to_str())
-        body["sampling_params"]["custom_params"] = {"at": -1, "seen": str(seen)}
+        body["sampling_params"]["custom_params"] = {"at": -1, "slow_after": 61, "seen": str(seen)}
         answer = stages.post(**body)
         assert answer.status_code == 413
         # The last stage soon takes no more sets of this request.

@@ -145,7 +145,7 @@ async def test_a_request_without_a_set_ends_at_once(
 ) -> None:
     """SGLang sends the tokens of an unstreamed request after every 50th one."""
     seen = tmp_path / "seen"
-    sampling = {**SAMPLING, "temperature": 0, "custom_params": {"at": 5, "seen": str(seen)}}
+    sampling = {**SAMPLING, "temperature": 0, "custom_params": {"at": 5, "slow_after": 5, "seen": str(seen)}}
     body = {"input_ids": [80], "sampling_params": {**sampling, "max_new_tokens": 300}, "stream": stream}
     answer = await http.post(
         "/generate", json={**body, **WHOLE, "custom_logit_processor": NoNumber().to_str(), "priority": 0}
