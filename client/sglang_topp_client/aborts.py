@@ -15,7 +15,7 @@ from sglang_topp.errors import SglangToppError
 from sglang_topp_client.rollout import Count
 from sglang_topp_client.transport.http import HttpClient
 from sglang_topp_client.transport.server_config import Kind
-from sglang_topp_client.value_checks import decode_json
+from sglang_topp_client.value_checks import decode_json, is_fresh_id
 
 _TIMEOUT_S = 3.0
 # The route, the field of one request's id, the field for all requests, and the time limit. A sidecar answers
@@ -57,6 +57,16 @@ class Aborts:
         body = {everything: True} if request_id is None else {name: request_id}
         answer = await self._http.request("POST", path, body, timeout_s=timeout_s)
         return 0 if kind == "sglang" else decode_json(answer, _Answer, field=path).aborted or 0
+
+    async def send_unknown(self, request_id: str) -> int:
+        """Ask the server to abort a request that this client did not send; see `send`.
+
+        An engine is only asked about ids that end as its own do. It may abort every request whose id begins
+        with the given one, so `step-7` would end another caller's `step-70`.
+        """
+        if await self._kind() == "sglang" and not is_fresh_id(request_id):
+            return 0
+        return await self.send(request_id)
 
     async def try_send(self, request_id: str) -> None:
         """Ask the server to abort a request, and ignore errors."""

@@ -230,7 +230,8 @@ class AsyncRolloutClient:
             timeout_s: the time limit of the whole call, including retries; None for no limit. The default is
                 four hours, and no limit for `stream`.
             on_timeout: what happens at the time limit. `"raise"` raises an error. `"return"` aborts what is
-                unfinished, and returns it as rollouts with finish reason `"abort"`, which can be resumed.
+                unfinished, and returns it as rollouts with finish reason `"abort"`, which can be resumed. A
+                prompt of text that no engine has tokenized yet is an error all the same, as `abort` says.
             progress: whether to show a progress line. If stderr is not a terminal, the client never shows the
                 line. With None, the client shows the line for batches that take over two seconds, unless the
                 program has set up logging.

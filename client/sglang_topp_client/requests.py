@@ -523,7 +523,9 @@ def build_resume_requests(
     sources = given("top_logprobs_source", top_logprobs_source)
     for i, rollout in enumerate(rollouts):
         if thresholds[i] is None and sources[i] is None:
-            thresholds[i], sources[i] = rollout.top_logprobs_p, rollout.top_logprobs_source
+            sources[i] = rollout.top_logprobs_source
+        if thresholds[i] is None and sources[i] != SAMPLER:
+            thresholds[i] = rollout.top_logprobs_p
     prompts = [rollout.prompt_ids for rollout in rollouts]
     wanted = build_sample_requests(prompts, params, thresholds, sources, None, on_abort, on_timeout)
     for i, (one, rollout) in enumerate(zip(wanted, rollouts, strict=True)):
@@ -572,12 +574,14 @@ def continuation_request(rollout: Rollout, wanted: SampleRequest, sample: int) -
         for name in ("max_new_tokens", "min_new_tokens"):
             if params.get(name) is not None:
                 params[name] = max(params[name] - num_tokens, 0)
+    resumed_tokens = num_tokens + num_before
     return replace(
         wanted,
         prompt=[*rollout.prompt_ids.tolist(), *rollout.output_ids.tolist()],
         sampling_params=params,
         samples=(sample,),
-        resumed_tokens=num_tokens + num_before,
+        # Older releases refuse the field, and a new turn needs it only if it may be interrupted.
+        resumed_tokens=resumed_tokens or (None if wanted.resumed_tokens is None else 0),
         fields_start=max((one.end for one in rollout.token_fields.values()), default=0),
         routing_key=rollout.routing_key,
     )

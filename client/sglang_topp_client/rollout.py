@@ -126,7 +126,8 @@ class Rollout:
     `extend` appended has an empty set."""
     finish_reason: str
     """`"stop"` or `"length"` if the engine finished the sample, `"abort"` if the sample was interrupted and
-    the request had `on_abort="return"`, or `"extended"` if `extend` appended the last tokens."""
+    the request had `on_abort` or `on_timeout` `"return"`, or `"extended"` if `extend` appended the last
+    tokens."""
     weight_version: str | None
     """The weight version of the last token, as the engine reports it, or None if the engine reports no
     version."""
@@ -417,7 +418,7 @@ def check_result(result: Rollout | Score, *, p: float | None = None, may_be_exte
 class TokenFieldLayout:
     """The `shape` of a field's values, the position of the first row (`start`), and the `dtype`."""
 
-    shape: list[Count]
+    shape: Annotated[list[Count], Meta(min_length=1)]
     start: Count
     dtype: Literal["uint8", "uint16", "uint32"]
 

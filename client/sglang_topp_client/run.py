@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -162,40 +163,50 @@ class Runs:
     async def abort(self, request_id: str) -> int:
         """Abort the calls with the id `request_id`; see `AsyncRolloutClient.abort`."""
         counts: list[int] = []
-        elsewhere = [
-            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._abort_here(request_id, counts), loop))
-            for loop in list(self._loops)
-            if loop is not asyncio.get_running_loop() and loop.is_running()
-        ]
-        await self._abort_here(request_id, counts)
-        if elsewhere:
-            # A loop that ends at this moment never answers, and ends its calls too.
-            await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
-        if not any(counts):
-            counts += await self.servers.on_all(lambda server: server.aborts.send(request_id))
-        return sum(counts)
 
-    async def _abort_here(self, request_id: str, counts: list[int]) -> None:
-        """Abort the calls of this event loop, and add to `counts` how many prompts were unfinished."""
-        servers = self.servers
-        runs = [run for run in servers.runs if run.name == request_id]
-        counts.append(sum(len({prompt for prompt, _ in run.missing}) for run in runs))
-        for run in runs:
-            run.abort()
-        for run in runs:
-            await run.wait()
-        if runs:
-            await servers.aborts_sent()
+        async def abort_here() -> None:
+            servers = self.servers
+            runs = [run for run in servers.runs if run.name == request_id]
+            counts.append(sum(len({prompt for prompt, _ in run.missing}) for run in runs))
+            for run in runs:
+                run.abort()
+            for run in runs:
+                await run.wait()
+            if runs:
+                await servers.aborts_sent()
+
+        await self._on_all_loops(abort_here)
+        if not any(counts):
+            counts += await self.servers.on_all(lambda server: server.aborts.send_unknown(request_id))
+        return sum(counts)
 
     async def abort_all(self) -> None:
         """Abort every request in the engines; see `AsyncRolloutClient.abort_all`."""
-        servers = self.servers
-        stopped = [run for run in servers.runs if run.returns_parts]
-        for run in stopped:
-            run.abort()
-        await servers.on_all(lambda server: server.aborts.send(None))
-        for run in stopped:
-            await run.wait()
+        asking = self.servers
+
+        async def abort_here() -> None:
+            servers = self.servers
+            stopped = [run for run in servers.runs if run.returns_parts]
+            for run in stopped:
+                run.abort()
+            if servers is asking:
+                await servers.on_all(lambda server: server.aborts.send(None))
+            for run in stopped:
+                await run.wait()
+
+        await self._on_all_loops(abort_here)
+
+    async def _on_all_loops(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do the work on this event loop, and on the others that use the client."""
+        elsewhere = [
+            asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
+            for loop in list(self._loops)
+            if loop is not asyncio.get_running_loop() and loop.is_running()
+        ]
+        await work()
+        if elsewhere:
+            # A loop that ends at this moment never answers, and ends its calls too.
+            await asyncio.wait(elsewhere, timeout=_OTHER_LOOPS_S)
 
     async def close(self) -> None:
         """Stop this event loop's calls, and close its connections; see `AsyncRolloutClient.close`."""
@@ -270,7 +281,7 @@ class Run:
         self._stopped_at = 0.0
         self._aborting: asyncio.Task[None] | None = None
         self._too_late: RequestTimeoutError | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None]
 
     # -- the caller's side -------------------------------------------------------------------------
 
@@ -304,7 +315,9 @@ class Run:
                 error = error.exceptions[0]
             if isinstance(error, SglangToppError) and self._options.keeps_going:
                 for place in list(self.missing):
-                    yield place, error
+                    failed = copy(error)
+                    failed.prompt_index = place[0]
+                    yield place, failed
             elif error is not None:
                 raise error
         finally:
@@ -332,12 +345,11 @@ class Run:
 
     async def wait(self) -> None:
         """Wait until all calls have ended. Canceling this wait does not cancel them."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        await asyncio.wait([self._task])
 
     def cancel(self) -> None:
         """End all calls. The caller gets an AbortedError."""
-        if self._task is not None and not self._task.cancelling():
+        if not self._task.cancelling():
             self._task.cancel()
 
     def abort(self) -> None:
@@ -349,7 +361,7 @@ class Run:
 
     def _stop(self) -> None:
         """Abort all samples, but keep the connections, so that what was generated still arrives."""
-        if self._aborting is None and self._task is not None and not self._task.done():
+        if self._aborting is None and not self._task.done():
             self._stopped_at = self._clock()
             self._aborting = asyncio.create_task(self._abort_jobs())
             # The caller may have stopped taking results, and the prompts must end all the same.
@@ -357,7 +369,7 @@ class Run:
             self._has_room.set()
 
     def _time_out(self) -> None:
-        if self._options.on_timeout == "return":
+        if self._options.on_timeout == "return" or not self.missing:
             self._stop()
             return
         noun = "sequence" if self._of_scores else "sample"
@@ -570,22 +582,26 @@ class Run:
     async def _abort_jobs(self) -> None:
         """Abort the calls in flight until they end.
 
-        End a job without a call, which waits for its slot or a retry, and one whose server sends nothing for
-        `_GRACE_S`. Such a job's samples come without new tokens.
+        End a job without a call, which waits for its slot or a retry, one that lacks nothing but the end of
+        its answer, and one whose server sends nothing for `_GRACE_S`. The samples that a job lacks then come
+        without new tokens.
         """
         sent: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 for job in list(self._jobs):
-                    server, now = job.server, self._clock()
-                    silent_s = 0.0 if server is None else now - max(self._stopped_at, server.heard_at)
-                    if server is None or silent_s >= _GRACE_S[await server.kind()]:
-                        if not job.expiry.expired():
-                            job.expiry.reschedule(now)
-                    elif job.exchange is not None:
-                        for engine_id in list(job.exchange.open_ids.values()):
-                            if engine_id not in sent or sent[engine_id].done():
-                                sent[engine_id] = asyncio.create_task(server.aborts.try_send(engine_id))
+                    server, exchange, now = job.server, job.exchange, self._clock()
+                    if server is not None and exchange is not None and job.missing:
+                        ids = list(exchange.open_ids.values())
+                        # A sample without an id can't be aborted, whatever its server sends to other calls.
+                        heard_at = server.heard_at if ids else 0.0
+                        if now - max(self._stopped_at, heard_at) < _GRACE_S[await server.kind()]:
+                            for engine_id in ids:
+                                if engine_id not in sent or sent[engine_id].done():
+                                    sent[engine_id] = asyncio.create_task(server.aborts.try_send(engine_id))
+                            continue
+                    if not job.expiry.expired():
+                        job.expiry.reschedule(now)
                 await asyncio.sleep(_REPEAT_ABORT_S)
         finally:
             for task in sent.values():

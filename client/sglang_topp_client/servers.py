@@ -98,7 +98,7 @@ class Server:
         self.error: SglangToppError | None = None
         self._num_failures, self._retry_at = 0, 0.0
         self.paused = ""
-        self._key_suffix = hashlib.blake2s(config.base_url.rstrip("/").encode(), digest_size=4).hexdigest()
+        self._key_suffix = hashlib.blake2s(config.base_url.encode(), digest_size=4).hexdigest()
         self._clock = asyncio.get_running_loop().time
         self._http = HttpClient(config)
         self.aborts = Aborts(self._http, self.kind)
@@ -323,7 +323,7 @@ class Server:
                 _log.warning("%s is ready again", self.base_url)
             self.paused = ""
         elif not self.paused:
-            reason = self._pauses.get(self.base_url.rstrip("/")) or (
+            reason = self._pauses.get(self.base_url) or (
                 "it was paused by a weight push, which may have failed, or by POST /pause_generation"
             )
             self.paused = (

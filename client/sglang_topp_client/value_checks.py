@@ -131,6 +131,11 @@ def fresh_id(request_id: str) -> str:
     return request_id[: _MAX_REQUEST_ID - len(unique)] + unique
 
 
+def is_fresh_id(request_id: str) -> bool:
+    """Return whether the id ends as those of `fresh_id` and SGLang's own do."""
+    return re.search(r"[0-9a-f]{32}\Z", request_id) is not None
+
+
 def as_token_ids(name: str, values: Any) -> list[int]:
     """Return one or more token ids as a list of Python integers.
 

@@ -91,7 +91,7 @@ class Sglang0523:
         """Replace the list `top_logprobs_nums` in the batch objects that a forward pass reads.
 
         Args:
-            top_logprobs_nums: the new list, a `requested_rows.TopLogprobsNums`.
+            top_logprobs_nums: the new list, a `scheduler.step.TopLogprobsNums`.
             batch: the batch from which SGLang made the `ForwardBatch`.
             forward_batch: the `ForwardBatch`, which every function of the pass receives.
         """

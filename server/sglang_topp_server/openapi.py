@@ -73,6 +73,7 @@ class ErrorDetail(BaseModel):
 
     type: str
     message: str
+    status: int
 
 
 class ErrorAnswer(BaseModel):

@@ -148,9 +148,14 @@ class SampleCall:
         if isinstance(self.body, ScoresBody):
             return self._check_prompts("sequences", self.body.sequences, model)
         self._check_prompts("prompts", self.body.prompts, model)
-        params = self.body.sampling_params
-        for i, given in enumerate(params if isinstance(params, list) else [params or {}]):
-            name = f"sampling_params[{i}]" if isinstance(params, list) else "sampling_params"
+        params = self.body.sampling_params or {}
+        if isinstance(params, list):
+            checked: dict[str, Any] = {f"sampling_params[{i}]": one for i, one in enumerate(params)}
+        else:
+            checked = {"sampling_params": params}
+        # A rollout is continued with the parameters of its record, as far as these do not change them.
+        checked |= {f"rollouts[{i}].sampling_params": self.wanted[i].sampling_params for i in self.given}
+        for name, given in checked.items():
             _refuse_long(overlong_param(name, given))
             check_sampling_params(name, given, model)
             if not survives_grammars and (key := next((key for key in GRAMMARS if given.get(key)), None)):

@@ -53,7 +53,7 @@ def top_p_candidates(
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, `p` is outside [0, 1] or NaN, a sampled id is outside
-            [0, V), or a row with `p > 0` holds NaN or a value above 0.
+            [0, V), V is above 2^24, or a row with `p > 0` holds NaN or a value above 2^-10.
 
     Example:
         Two tokens tie at the cutoff, and both are kept.
@@ -98,7 +98,7 @@ def support_candidates(
 
     Raises:
         InvalidInputError: a shape or dtype is wrong, an id is outside [0, V), a candidate's log-prob is NaN
-            or above 0, or a token of zero probability (`-inf`) has a positive weight and was not sampled.
+            or above 2^-10, or a token of zero probability (`-inf`) has a positive weight and was not sampled.
     """
     with torch.no_grad():
         arguments = check_support_arguments(logprobs, weights, token_ids, sampled_ids)

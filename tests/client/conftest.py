@@ -606,8 +606,13 @@ async def raw_server(handle: Callable[..., Awaitable[None]], **options: Any) -> 
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(asyncio.current_task())
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
+        try:
             await handle(len(connections), reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        except RuntimeError:  # uvloop raises it for a connection that the client has closed
+            if not writer.is_closing():
+                raise
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()

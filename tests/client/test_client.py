@@ -536,15 +536,13 @@ async def test_a_cut_stream_never_passes_as_complete(sidecar, sidecar_client, po
 @pytest.mark.parametrize(
     ("code", "kind", "calls"),
     [
-        (503, "MissingCandidateSetsError", 1),
-        (502, "SampledTokenMissingError", 1),
-        (502, "RolloutError", 1),
-        (502, "AbortedError", 1),
-        (502, "WireError", 1),
-        (503, "PatchError", 1),
+        *((503, kind, 1) for kind in ("MissingCandidateSetsError", "PatchError")),
+        *(
+            (502, kind, 1)
+            for kind in ("SampledTokenMissingError", "RolloutError", "AbortedError", "WireError")
+        ),
         (504, "RequestTimeoutError", 1),
-        (502, "TransportError", 5),
-        (502, "ServerError", 5),
+        *((502, kind, 5) for kind in ("TransportError", "ServerError")),
         (500, "SomethingElse", 5),
         (401, "AuthenticationError", 1),
         (400, "BadRequestError", 1),

@@ -269,18 +269,33 @@ async def test_a_partial_sample_that_takes_long_to_arrive_is_waited_for(engine, 
 async def test_an_engine_that_hangs_is_given_up(engine, client, answers, hang, monkeypatch):
     monkeypatch.setitem(run_module._GRACE_S, "sglang", 0.4)
     engine.script += [silent, answers("stop")]
-    asked = asyncio.create_task(
-        client.generate([[5], [6]], SAMPLING, top_logprobs_p=0.9, on_abort="return", request_id="mine")
-    )
-    await until(lambda: len(engine.calls) == 2 and engine.in_flight == 1)
+    stream = client.stream([[5], [6]], SAMPLING, top_logprobs_p=0.9, on_abort="return", request_id="mine")
+    assert (await anext(stream)).finish_reason == "stop"
     await client.abort("mine")
-    rollouts = await asked
-    assert sorted(one.finish_reason for one in rollouts) == ["abort", "stop"]
-    (empty,) = (one for one in rollouts if one.finish_reason == "abort")
+    (empty,) = [rollout async for rollout in stream]
+    assert empty.finish_reason == "abort"
     assert len(empty.output_ids) == len(empty.candidates) == 0
     assert set(engine.aborted) == {
         body["rid"] for body in engine.calls if body["input_ids"] == empty.prompt_ids.tolist()
     }
+
+
+async def test_a_sample_without_an_id_is_given_up_beside_others_that_go_on(engine, client, monkeypatch):
+    """Of several samples, the engine's ids come with their tokens. One that waits can't be aborted."""
+    monkeypatch.setitem(run_module._GRACE_S, "sglang", 0.4)
+
+    async def chat(asked, reply):
+        await reply.start()
+        while True:
+            await reply.write(b": still here\n\n")
+            await asyncio.sleep(0.05)
+
+    engine.script += [chat, silent]
+    other = asyncio.create_task(client.generate([4]))
+    await until(lambda: engine.in_flight)
+    waiting = abort_midway(client, engine, [5], {**SAMPLING, "n": 2}, num_calls=2)
+    assert [len(one.output_ids) for one in await asyncio.wait_for(waiting, 60)] == [0, 0]
+    await fakes.cancel(other)
 
 
 async def test_a_text_that_the_engine_never_took_in(engine, client, monkeypatch):
@@ -354,6 +369,16 @@ async def test_abort_all_sends_one_order(engine, sidecar, client):
     assert [asked.body for asked in sidecar.of("/abort")] == [{"all": True}]
 
 
+async def test_abort_all_reaches_the_other_event_loops_of_the_client(engine, client):
+    """They ask for their own samples, too, and send no further prompts."""
+    engine.script.append(held_until(lambda: len(engine.of("/abort_request")) >= 2, ending("abort")))
+    call = client.generate([5], SAMPLING, on_abort="return")
+    there = asyncio.create_task(asyncio.to_thread(asyncio.run, call))
+    await until(lambda: engine.in_flight)
+    await client.abort_all()
+    assert [one.finish_reason for one in await there] == ["abort"]
+
+
 # -- resumed ---------------------------------------------------------------------------------------
 
 
@@ -408,6 +433,18 @@ async def test_a_time_limit_after_the_last_sample_leaves_nothing_behind(client, 
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("on_timeout", ["raise", "return"])
+async def test_a_time_limit_before_the_end_of_a_whole_answer_loses_nothing(engine, client, on_timeout):
+    async def no_end(asked, reply):
+        await reply.start()
+        await reply.event(chunk(sample([5], 0), resumed_tokens=asked.body.get("resumed_tokens")))
+        await reply.hung_up()
+
+    engine.script.append(no_end)
+    (rollout,) = await client.generate([5], SAMPLING, top_logprobs_p=0.9, timeout_s=1, on_timeout=on_timeout)
+    assert rollout.candidates == sample([5], 0).candidates
+
+
 async def test_with_on_timeout_an_abort_is_an_error_as_before(engine, client, answers):
     engine.script.append(answers("abort"))
     with pytest.raises(errors.AbortedError):
@@ -443,9 +480,7 @@ FULL = [status(429), status(429), ending(REFUSED), status(429), ending(REFUSED)]
 
 
 @pytest.mark.parametrize(
-    "faults",
-    [[CUT], FULL, [*[status(503)] * 5, CUT, *[status(503)] * 5]],
-    ids=["cut off", "full", "paused"],
+    "faults", [[CUT], FULL, [*[status(503)] * 5, CUT, *[status(503)] * 5]], ids=["cut off", "full", "paused"]
 )
 async def test_a_partial_sample_survives(engine, answers, no_leftovers, faults, monkeypatch):
     options = partial(run_module.RunOptions, waits_out_refusals=False)  # as a sidecar's
@@ -466,10 +501,7 @@ async def test_a_partial_sample_survives(engine, answers, no_leftovers, faults, 
 
 
 async def test_rollouts_are_resumed_in_their_order_with_their_indices(engine, client):
-    given = [
-        made([5], prompt_index=3, sample_index=2),
-        made([6], prompt_index=3, sample_index=2),
-    ]
+    given = [made([5], prompt_index=3, sample_index=2), made([6], prompt_index=3, sample_index=2)]
     finished = replace(given[0], finish_reason="stop")
     full = replace(made([7], 12), finish_reason="abort")
     whole = await client.resume([*given, finished, full], {**SAMPLING, "n": 8}, top_logprobs_p=0.9)
@@ -585,6 +617,16 @@ async def test_a_rollout_is_resumed_with_its_recorded_parameters(
     assert {name: sent[name] for name in params} == {**params, "max_new_tokens": limit}
     assert sent["n"] == 1
     assert {name: body[name] for name in ("top_logprobs_p", "top_logprobs_source") if name in body} == sets
+
+
+async def test_a_new_turn_resumes_nothing(engine, client):
+    """Older releases refuse `resumed_tokens`."""
+    engine.script.append(silent)
+    part = made([5], sampling_params=SAMPLING, top_logprobs_source="distribution", top_logprobs_p=0.9)
+    asked = asyncio.create_task(client.resume(part.extend([7]), top_logprobs_source="distribution"))
+    await until(lambda: engine.calls)
+    asked.cancel()
+    assert "resumed_tokens" not in engine.calls[0]
 
 
 def test_parts_of_different_rollouts_are_an_error():

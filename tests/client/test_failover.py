@@ -8,6 +8,7 @@ import pytest
 
 from sglang_topp import errors
 from sglang_topp_client import AsyncRolloutClient, retry_policy
+from sglang_topp_client.value_checks import fresh_id
 from tests.client import conftest as fakes
 from tests.client.conftest import by_request, chunk, held_until, no_server, sample, silent, status, until
 
@@ -177,17 +178,19 @@ async def test_an_abort_goes_to_the_server_that_runs_it(engines):
 
 
 async def test_an_unknown_id_is_aborted_everywhere(engines, nobody):
+    theirs = fresh_id("step-7")
     urls = [nobody, *(engine.url for engine in engines)]
     async with AsyncRolloutClient(urls, kind="sglang") as client:
-        assert await client.abort("somebody-elses") == 0
-    assert [engine.aborted for engine in engines] == [["somebody-elses"]] * 3
+        assert await client.abort(theirs) == 0
+        assert await client.abort("step-7") == 0  # an engine would abort step-70, too
+    assert [engine.aborted for engine in engines] == [[theirs]] * 3
     async with AsyncRolloutClient([nobody], kind="sglang") as client:
         with pytest.raises(errors.TransportError):
-            await client.abort("somebody-elses")
+            await client.abort(theirs)
     engines[1].paths["/abort_request"] = status(403)
     async with client_of(engines) as client:
         with pytest.raises(errors.AuthenticationError):
-            await client.abort("somebody-elses")
+            await client.abort(theirs)
 
 
 async def test_server_info_returns_the_answer_of_each_server(engines, nobody):

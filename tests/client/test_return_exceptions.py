@@ -93,6 +93,7 @@ async def test_a_time_limit_keeps_the_samples_that_arrived(served, client):
     outcomes = await client.generate([[5], [7], [8]], {"n": 2}, **options)
     kinds = sorted(type(one).__name__ for one in outcomes)
     assert kinds == ["RequestTimeoutError"] * 2 + ["Rollout"] * 4
+    assert [one.prompt_index for one in outcomes] == [0, 0, 1, 1, 2, 2]
 
 
 async def test_an_abort_keeps_the_samples_that_arrived(served, client):

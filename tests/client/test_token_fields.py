@@ -64,7 +64,7 @@ def test_every_encoding_is_exact(rollout: Rollout, most: int, dtype: str, start:
     [
         ({"data": "AAAA"}, "got 3 bytes for uint8"),
         ({"data": "?"}, "token_fields"),
-        ({"shape": []}, r"bytes for uint8 \[\]"),
+        ({"shape": []}, "shape"),
         ({"shape": [5, 2, 1 << 62]}, "bytes for uint8"),
         ({"dtype": "int8"}, "dtype: got .*, expected one of 'uint16', 'uint32', 'uint8'"),
         ({"start": -1}, "start"),

@@ -211,7 +211,7 @@ async def test_interruptions_that_nobody_sees(
     reference_models: dict[str, Any],
 ) -> None:
     """Weights are pushed in pauses that abort. Samples arrive complete, with the weights of each token."""
-    length = 600  # in each round, all are in flight before one of them has ended
+    length = 1000  # in each round, all are in flight before one of them has ended
     sampling = {**LONG, "max_new_tokens": length, "n": 2}
     async with InFlight.at(engine.url) as requests:
         await client.generate([PROMPTS[0]], {"max_new_tokens": 1})

@@ -92,10 +92,7 @@ def test_in_a_stream_the_other_prompts_go_on(sidecar, eventually):
     ("fault", "kind"), [("no-sets", MissingCandidateSetsError), ("give-up", RolloutError)]
 )
 def test_the_client_raises_the_named_error_through_the_sidecar(sidecar, fault, kind):
-    with (
-        RolloutClient(sidecar.url, max_retries=0) as client,
-        pytest.raises(kind),
-    ):
+    with RolloutClient(sidecar.url, max_retries=0) as client, pytest.raises(kind):
         client.generate("a", {"fault": fault}, top_logprobs_p=0.9)
 
 

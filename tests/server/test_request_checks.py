@@ -22,12 +22,7 @@ SIZES = {"vocab_size": 512, "context_length": 4096, "max_token_chars": 8}
         ([{"role": "user", "content": "ü" * 32769}], {}, 413, ["prompts: got a text of 3280"]),
         ([[{"role": "user", "content": "a" * 32769}]], {}, 413, ["prompts[0]: got a text of 3280"]),
         (["a", "b" * 600_000], {}, 413, ["prompts[1]: got a text of 600000 characters"]),
-        (
-            "a",
-            {"stop": ["b" * 600_000]},
-            413,
-            ["sampling_params.stop: got 600000 characters at position 0"],
-        ),
+        ("a", {"stop": ["b" * 600_000]}, 413, ["sampling_params.stop: got 600000 characters at position 0"]),
     ],
 )
 def test_a_request_that_the_engine_does_not_survive_is_refused(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from sglang_topp import CandidateSets
+from sglang_topp.engine_contract import Model
 from sglang_topp.errors import AbortedError, SglangToppError
 from sglang_topp_client import Rollout, RolloutClient
+from sglang_topp_client.value_checks import fresh_id
 from sglang_topp_client.wire.records import from_record, to_record
 from sglang_topp_server.requests import parse_abort, parse_rollouts
 from sglang_topp_server.settings import Limits
@@ -64,6 +66,19 @@ def test_a_record_is_continued():
 def test_a_wrong_record_is_named(changes, words):
     with refusal(words):
         parse(to_record(rollout()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"logit_bias": {"999999": 1}}, "logit_bias: got token id '999999'"),
+        ({"regex": "a"}, "regex: got one, expected none: a grammar"),
+    ],
+)
+def test_the_parameters_of_a_record_are_checked_as_those_beside_it(params, words):
+    record = to_record(replace(rollout(), sampling_params=SAMPLING | params).extend([7]))
+    with refusal(f"rollouts[0].sampling_params.{words}"):
+        parse(record).check(Model(1000, 4096, 64), survives_grammars=False)
 
 
 OPTIONAL = {
@@ -171,11 +186,7 @@ def test_wrong_abort_bodies_are_named(body, words):
 
 def test_a_record_goes_in_and_a_longer_one_comes_out(sidecar, engine, eventually):
     given = [rollout(), rollout().extend([7]), rollout(finish_reason="stop"), rollout(8)]
-    body = {
-        "rollouts": [to_record(one) for one in given],
-        "sampling_params": SAMPLING,
-        "top_logprobs_p": 0.9,
-    }
+    body = {"rollouts": [to_record(one) for one in given], "sampling_params": SAMPLING, "top_logprobs_p": 0.9}
     answer = sidecar.http.post("/rollouts", json=body)
     assert answer.status_code == 200, answer.text
     longer = [from_record(Rollout, one, may_be_extended=True) for one in answer.json()["rollouts"]]
@@ -190,7 +201,7 @@ def test_a_record_goes_in_and_a_longer_one_comes_out(sidecar, engine, eventually
     by_prompt = {len(body["input_ids"]): body for body in engine.bodies}
     assert by_prompt[4]["resumed_tokens"] == 2
     assert by_prompt[4]["sampling_params"]["max_new_tokens"] == 6
-    assert by_prompt[5]["resumed_tokens"] == 0
+    assert "resumed_tokens" not in by_prompt[5]
     assert by_prompt[5]["sampling_params"]["max_new_tokens"] == 8
     # The answer arrives shortly before its memory is released.
     eventually(lambda: sidecar.metric("sglang_topp_held_bytes") == 0)
@@ -256,8 +267,9 @@ def test_abort_all_is_sent_to_the_engine(sidecar, engine):
     answer = sidecar.http.post("/abort", json={"all": True})
     assert (answer.status_code, answer.json()) == (200, {"status": "ok", "aborted": None})
     assert engine.aborted == ["all"]
-    assert sidecar.http.post("/abort", json={"request_id": "nobody's"}).json()["aborted"] == 0
-    assert engine.aborted == ["all", "nobody's"]
+    theirs = fresh_id("theirs")
+    assert sidecar.http.post("/abort", json={"request_id": theirs}).json()["aborted"] == 0
+    assert engine.aborted == ["all", theirs]
 
 
 def test_an_abort_needs_the_key_and_an_engine(start, engine, serve_engine):

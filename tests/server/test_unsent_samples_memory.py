@@ -60,8 +60,7 @@ async def test_rollouts_to_continue_count(engine):
     client = EngineClient(engine.url)
     with MemoryLimit(1 << 20).share() as share:
         await client.collect(parse_rollouts(json.dumps(body).encode(), Limits()), share, {}, results)
-        _, result = results.get_nowait()
-        assert share.num_bytes == num_bytes_of(given) + num_bytes_of(result)
+        assert share.num_bytes == num_bytes_of(given) + num_bytes_of(results.get_nowait()[1])
     await client.close()
 
 

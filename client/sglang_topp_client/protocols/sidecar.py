@@ -129,7 +129,7 @@ class SidecarExchange:
 
     def _place(self, result: Rollout | Score) -> tuple[int, Rollout | Score]:
         """Check a result, and return its sample index and the result, as the caller counts them."""
-        wanted, is_score = self._wanted, isinstance(result, Score)
+        wanted = self._wanted
         if isinstance(result, Score):
             noun, index, at, ids = "sequence", result.sequence_index, 0, result.token_ids
         else:
@@ -142,7 +142,7 @@ class SidecarExchange:
             )
         if isinstance(wanted.prompt, list) and ids.tolist() != wanted.prompt:
             raise WireError(
-                "token_ids" if is_score else "prompt_ids", f"got other ids than those of the {noun}"
+                "token_ids" if noun == "sequence" else "prompt_ids", f"got other ids than those of the {noun}"
             )
         if wanted.top_logprobs_source is not None and result.candidates is None:
             raise MissingCandidateSetsError(

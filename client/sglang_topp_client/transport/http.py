@@ -91,7 +91,7 @@ class HttpClient:
         self._headers = {"accept-encoding": "identity", "user-agent": _USER_AGENT, **config.headers}
         if config.api_key is not None:
             self._headers["authorization"] = f"Bearer {config.api_key}"
-        self._base_url = config.base_url.rstrip("/")
+        self._base_url = config.base_url
         self._max_message_bytes = config.max_message_bytes
         self._ssl = config.ssl
         self._throttle = config.throttle

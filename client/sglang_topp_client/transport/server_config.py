@@ -75,7 +75,7 @@ def _is_header_value(value: Any) -> bool:
 
 
 def server_urls(name: str, urls: Any) -> list[str]:
-    """Check the URLs, and return them as a list with one URL per server.
+    """Check the URLs, and return them without their last slash, as a list with one URL per server.
 
     Raises:
         InvalidInputError: no URL is given, a URL is given twice, or a URL is not an http(s) address.
@@ -89,7 +89,7 @@ def server_urls(name: str, urls: Any) -> list[str]:
     plain = [url.rstrip("/") for url in urls]
     if twice := [url for i, url in enumerate(plain) if url in plain[:i]]:
         raise InvalidInputError(f"{name}: got {describe(twice[0])} twice, expected different servers")
-    return list(urls)
+    return plain
 
 
 def _check_url(name: str, value: Any) -> None:

@@ -130,17 +130,20 @@ class WeightPusher:
         check_choice("partial", partial, Literal[True, False])
         check_weights(weights, is_folder=via == "disk")
         since = time.strftime("%H:%M:%S")
-        self._note_pause(f"a push of version {version!r} began at {since}")
-        try:
-            async with self._engines(timeout_s, via) as engines, _source(weights, via) as source:
-                _raise_first(await on_each(engines, EngineControl.check))
-                await _check(engines, source, partial)
-                await _push(engines, lambda: _send(engines, source, version, via, timeout_s), version, pause)
-        except BaseException as error:
-            cause = str(error).partition("\n")[0] or type(error).__name__
-            self._note_pause(f"the push of version {version!r} that began at {since} failed: {cause}")
-            raise
-        self.pauses.clear()
+        async with self._engines(timeout_s, via) as engines:
+            self._note_pause(f"a push of version {version!r} began at {since}")
+            try:
+                async with _source(weights, via) as source:
+                    _raise_first(await on_each(engines, EngineControl.check))
+                    await _check(engines, source, partial)
+                    await _push(
+                        engines, lambda: _send(engines, source, version, via, timeout_s), version, pause
+                    )
+            except BaseException as error:
+                cause = str(error).partition("\n")[0] or type(error).__name__
+                self._note_pause(f"the push of version {version!r} that began at {since} failed: {cause}")
+                raise
+            self.pauses.clear()
 
     async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 600.0) -> None:
         """Pause generation on every engine until `continue_generation` or a successful push.
@@ -153,8 +156,8 @@ class WeightPusher:
             SglangToppError: an engine could not be paused. The other engines are paused.
         """
         check_choice("pause", mode, PauseMode)
-        self._note_pause(f"this client's pause() was called at {time.strftime('%H:%M:%S')}")
         async with self._engines(timeout_s) as engines:
+            self._note_pause(f"this client's pause() was called at {time.strftime('%H:%M:%S')}")
             _raise_first(await on_each(engines, lambda engine: engine.pause(mode)))
 
     async def continue_generation(self, *, timeout_s: float = 600.0) -> None:
@@ -171,7 +174,7 @@ class WeightPusher:
         self.pauses.clear()
 
     def _note_pause(self, reason: str) -> None:
-        self.pauses.update({config.base_url.rstrip("/"): reason for config in self.configs})
+        self.pauses.update({config.base_url: reason for config in self.configs})
 
     @asynccontextmanager
     async def _engines(
@@ -180,7 +183,7 @@ class WeightPusher:
         limit_s = seconds("timeout_s", timeout_s)
         if not self._is_busy.acquire(blocking=False):
             raise InvalidInputError(
-                "push_weights: this client is pushing, pausing, or continuing already; await that call first"
+                "this client is pushing, pausing, or continuing its engines already; await that call first"
             )
         engines = [EngineControl(config, limit_s, via) for config in self.configs]
         try:
@@ -242,7 +245,7 @@ async def _push_over_http(
 ) -> Outcomes:
     """Send one bucket of tensors per request. An engine that fails gets no more; the others go on."""
     bodies = _http_bodies(parts, version, {engine.tp_size for engine in engines})
-    while (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
+    while not all(outcomes) and (body_of := await asyncio.to_thread(next, bodies, None)) is not None:
         healthy = [i for i, outcome in enumerate(outcomes) if outcome is None]
         update = partial(_update_from_tensors, body_of)
         for i, result in zip(healthy, await on_each([engines[i] for i in healthy], update), strict=True):

@@ -135,15 +135,22 @@ _JSON: dict[Any, JsonField] = {
         form="base64 of `sglang_topp.formats.pack`",
     ),
     Seconds: JsonField(
-        Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"
+        *(Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"),
+        form='an object `{"latency_s": ...}`',
     ),
-    WeightSpans: JsonField(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+    WeightSpans: JsonField(
+        *(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+        form='objects `{"version", "start", "end"}`',
+    ),
     TokenRanges: JsonField(
         list[tuple[Count, Count]],
         lambda ranges: [list(one) for one in ranges],
         lambda _, ranges: tuple(ranges),
     ),
-    TokenFields: JsonField(dict[str, TokenFieldRecord], _write_fields, _read_fields),
+    TokenFields: JsonField(
+        *(dict[str, TokenFieldRecord], _write_fields, _read_fields),
+        form="`data` is base64 of little-endian integers",
+    ),
 }
 _ARRAYS = (TokenIds, Logprobs, CandidateSets, TokenFields)
 

@@ -5,8 +5,7 @@ tokens to the answers. Three hooks add the sets of these tokens, in this order:
 
 1. `receive_sets` removes each request's new sets, a `SetBuffer`, from the scheduler's message. The hook runs
    before `_handle_batch_output`.
-2. `write_meta_info` adds the new sets to the request's `Sample`, which keeps them until they are sent. The
-hook
+2. `write_meta_info` adds the new sets to the request's `Sample`, which keeps them until they are sent. It
    also records which token positions the next chunk of the answer contains. The hook runs inside
    `_handle_batch_output`, and also when SGLang aborts a queued request.
 3. `write_sets` writes the sets of the recorded token positions into the chunk when SGLang sends the chunk. An
@@ -484,5 +483,6 @@ def _fail(meta_info: dict[str, Any], message: str, sample: Sample) -> None:
         "type": "abort",
         "message": message,
         "status_code": problem.status,
-        "err_type": HTTPStatus(problem.status).phrase.replace(" ", ""),
+        # Python 3.13 calls a 413 "Content Too Large".
+        "err_type": HTTPStatus(problem.status).phrase.replace(" ", "").replace("Content", "RequestEntity"),
     }

@@ -326,8 +326,8 @@ def add_sets(req: Any, output_index: int, found: Sequence[PackedSet | str], weig
     """
     buffer = buffer_of(req)
     if output_index < buffer.end:
-        # After SGLang retracts a request whose prompt consists of embeddings, SGLang generates the whole
-        # output again. Drop the sets of the tokens that SGLang generated before the retraction.
+        # A prefill server that gives its slot to others (`optimistic_release_and_requeue`) prefills the
+        # request again, and draws its first token anew. Drop the first attempt's sets.
         buffer.truncate(output_index)
     elif output_index > buffer.end:
         found = ["a token became visible without passing through the sampler"]

@@ -75,10 +75,7 @@ def test_a_directory_becomes_a_file(tmp_path, target, rollouts):
             {"trainer_logprobs": [[[0.5], [0.5, 1.0]], [], []]},
             "trainer_logprobs: rollout 0: got .*expected a list",
         ),
-        (
-            {"trainer_logprobs": [np.zeros(3)] * 3},
-            r"rollout 1: got shape \[3\], .* of 4 numbers",
-        ),
+        ({"trainer_logprobs": [np.zeros(3)] * 3}, r"rollout 1: got shape \[3\], .* of 4 numbers"),
         ({"trainer_masked_logprobs": [0.0] * 3}, r"rollout 0: got shape \[\], expected .* of 3 numbers"),
     ],
 )

@@ -279,10 +279,7 @@ def test_a_length_is_eight_bytes_little_endian():
     assert http.frame_head(0x0102) == bytes([2, 1, 0, 0, 0, 0, 0, 0])
 
 
-@given(
-    st.lists(st.binary(max_size=30), max_size=6),
-    st.lists(st.integers(0, 250), max_size=8),
-)
+@given(st.lists(st.binary(max_size=30), max_size=6), st.lists(st.integers(0, 250), max_size=8))
 async def test_frames_come_as_they_were_however_they_are_cut(sent, cuts):
     raw = b"".join(map(framed, sent))
     places = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})

@@ -128,6 +128,16 @@ async def test_an_engine_that_fails_leaves_all_paused(engines, client, monkeypat
 
 
 @over_http
+async def test_no_more_is_sent_once_every_engine_has_failed(engines, client, monkeypatch, via):
+    monkeypatch.setattr(tensors_to_push, "MAX_BUCKET_BYTES", 1)
+    engines[0].paths[UPDATE[via]] = engines[1].paths[UPDATE[via]] = refuse
+    pairs = iter(WEIGHTS)
+    with pytest.raises(WeightPushError, match="reached 0 of 2"):
+        await client.push_weights(pairs, version="8", via=via)
+    assert next(pairs, None) is not None
+
+
+@over_http
 @pytest.mark.parametrize(
     ("name", "value", "kind", "words"),
     [

@@ -186,6 +186,7 @@ async def test_one_client_pushes_once_at_a_time(engines, client):
     outcomes = await asyncio.gather(*pushes, return_exceptions=True)
     assert outcomes[0] is None
     assert "already" in str(outcomes[1])
+    assert not client._weights.pauses
     await client.push_weights("/weights/9", version="9")
 
 

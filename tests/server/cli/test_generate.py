@@ -83,14 +83,7 @@ def test_only_given_options_are_sent(engine, capsys):
     assert (first["text"], first["top_logprobs_p"]) == ("ab", 0.9)
     assert (
         first["sampling_params"]
-        == {
-            "temperature": 0.5,
-            "top_p": 0.8,
-            "top_k": 7,
-            "min_p": 0.1,
-            "max_new_tokens": 9,
-            "seed": 1,
-        }
+        == {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.1, "max_new_tokens": 9, "seed": 1}
         | second["sampling_params"]
     )
     assert second["sampling_params"].keys() == {"n", "stream_interval"}

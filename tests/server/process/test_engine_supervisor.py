@@ -147,10 +147,7 @@ def test_a_killed_supervisor_takes_the_first_process_with_it(keep, eventually):
 
 def test_a_command_that_does_not_exist():
     done = subprocess.run(
-        [*SUPERVISOR, "1", "/nowhere/engine"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*SUPERVISOR, "1", "/nowhere/engine"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert done.returncode == 127
     assert "cannot start /nowhere/engine" in done.stderr

@@ -287,7 +287,7 @@ def test_the_command_passes_sglangs_own_arguments_on():
     command = launch.engine_command("org/model", "0.0.0.0", 1234, ["--tp-size", "2"])
     assert command[1:3] == ["-m", "sglang_topp_server.process.sglang_with_env_key"]
     assert command[3:] == [
-        *("--model-path", "org/model", "--host", "0.0.0.0", "--port", "1234", "--tp-size", "2"),
+        *("--model-path", "org/model", "--host", "0.0.0.0", "--port", "1234", "--tp-size", "2")
     ]
 
 
