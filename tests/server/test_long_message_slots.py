@@ -85,7 +85,7 @@ async def test_a_stalled_line_fails_and_frees_its_place(monkeypatch):
     for _ in range(25):  # a slow line is not stalled
         stalled[0].coming.put_nowait(b"x")
         await asyncio.sleep(0.1)
-    with pytest.raises(TransportError, match=r"nothing arrived for 2\.0 s"):
+    with pytest.raises(TransportError, match=r"nothing arrived for 2 s"):
         await asyncio.wait_for(stalled[2], 60)
 
     for data in (b"\n", b"short\n", None):
