@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import chain, repeat
 from math import prod
+from operator import itemgetter
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
@@ -355,7 +356,7 @@ def find_problems(result: Rollout | Score) -> Iterator[tuple[str, str]]:
     if isinstance(result, Score):
         return
     spans, end = result.weight_spans, 0
-    if spans is not None and sum(count for _, count in spans) != num_tokens:
+    if spans is not None and sum(map(itemgetter(1), spans)) != num_tokens:
         yield "weight_spans", f"got {describe(spans)} for {num_tokens} output_ids"
     for start, after in result.appended_spans:
         if not end <= start < after <= num_tokens:

@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 from sglang_topp.errors import (
@@ -267,7 +268,9 @@ class Run:
         self, servers: Servers, requests: Sequence[SampleRequest], options: RunOptions, existing: Existing
     ) -> None:
         self.name, self.returns_parts = options.request_id, options.on_abort == "return"
-        self.missing = {(one.prompt_index, sample): None for one in requests for sample in one.samples}
+        self.missing: dict[Place, None] = {}
+        for one in requests:
+            self.missing |= dict.fromkeys(product([one.prompt_index], one.samples))
         self._servers = servers
         self._requests, self._options, self._existing = requests, options, existing or {}
         self._of_scores = isinstance(requests[0], ScoreRequest)
