@@ -445,8 +445,8 @@ class AsyncRolloutClient:
 
         If this client runs no request with this `request_id`, it asks every server. A sidecar knows the ids
         that callers gave it over HTTP. Other clients make their ids unique, so that two trainers that both
-        use `"step-7"` do not abort each other. An engine is asked only if the id ends as those of its samples do
-        (`Rollout.request_id`), and does not say whether it knew the id.
+        use `"step-7"` do not abort each other. An engine is asked only if the id ends as those of its samples
+        do (`Rollout.request_id`), and does not say whether it knew the id.
 
         Returns:
             How many unfinished prompts this client and the sidecars have aborted. 0 means that none of them

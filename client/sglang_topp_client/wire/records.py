@@ -135,11 +135,17 @@ _JSON: dict[Any, JsonField] = {
         form="base64 of `sglang_topp.formats.pack`",
     ),
     Seconds: JsonField(
-        *(Timing, lambda seconds: {"latency_s": seconds}, lambda _, timing: timing.latency_s, "timing"),
+        Timing,
+        lambda seconds: {"latency_s": seconds},
+        lambda _, timing: timing.latency_s,
+        "timing",
         form='an object `{"latency_s": ...}`',
     ),
     WeightSpans: JsonField(
-        *(list[WeightSpan], write_spans, read_spans, "weight_versions"),
+        list[WeightSpan],
+        write_spans,
+        read_spans,
+        "weight_versions",
         form='objects `{"version", "start", "end"}`',
     ),
     TokenRanges: JsonField(
@@ -148,7 +154,9 @@ _JSON: dict[Any, JsonField] = {
         lambda _, ranges: tuple(ranges),
     ),
     TokenFields: JsonField(
-        *(dict[str, TokenFieldRecord], _write_fields, _read_fields),
+        dict[str, TokenFieldRecord],
+        _write_fields,
+        _read_fields,
         form="`data` is base64 of little-endian integers",
     ),
 }

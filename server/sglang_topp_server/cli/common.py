@@ -59,12 +59,17 @@ def port(text: str) -> int:
     return value
 
 
-def count(text: str) -> int:
-    """Parse an integer of 1 or more."""
+def count(text: str, least: int = 1) -> int:
+    """Parse an integer of `least` or more."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text}, expected {least} or more")
     return value
+
+
+def count_or_zero(text: str) -> int:
+    """Parse an integer of 0 or more."""
+    return count(text, 0)
 
 
 def seconds(text: str) -> float:

@@ -17,6 +17,7 @@ from sglang_topp_server.cli.common import (
     Commands,
     add_command,
     count,
+    count_or_zero,
     fail,
     port,
     read_key,
@@ -88,7 +89,7 @@ def _kind(name: str, default: Any) -> Callable[[str], Any]:
     """Return the type of an option's argument."""
     if isinstance(default, str):
         return str
-    return port if name == "port" else seconds if name.endswith("_s") else count
+    return port if name == "port" else seconds if name.endswith("_s") else count if default else count_or_zero
 
 
 def _serve(args: argparse.Namespace) -> int:

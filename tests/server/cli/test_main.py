@@ -84,8 +84,9 @@ def test_serve_passes_all_options_to_launch(runs, monkeypatch):
     assert command == launch.engine_command("m", "127.0.0.1", int(port), ["--tp-size", "2", "--", "--x"])
 
 
-def test_the_defaults_are_those_of_limits(runs):
-    assert main.main(["sidecar", "--engine-url", "http://e:1"]) == 0
+@pytest.mark.parametrize("given", [[], ["--view", "0"]])
+def test_the_defaults_are_those_of_limits(runs, given):
+    assert main.main(["sidecar", "--engine-url", "http://e:1", *given]) == 0
 
     ((settings, command),) = runs
     assert settings == Settings("http://e:1")
@@ -146,7 +147,6 @@ def test_one_port_for_both_is_refused(runs, capsys):
     port = str(launch.check_free("127.0.0.1", 0))
     assert main.main(["serve", "--model-path", "m", "--port", port, "--engine-port", port]) == 2
     assert "--engine-port" in capsys.readouterr().err
-    assert not runs
     assert runs == []
 
 
@@ -161,6 +161,7 @@ def test_one_port_for_both_is_refused(runs, capsys):
         ["sidecar", "--engine-url", "http://e:1", "--max-in-flight", "0"],
         ["sidecar", "--engine-url", "http://e:1", "--io-timeout-s", "inf"],
         ["sidecar", "--engine-url", "http://e:1", "--grace-s", "-1"],
+        ["sidecar", "--engine-url", "http://e:1", "--view", "-1"],
         ["sidecar", "--engine-url", "http://e:1", "--workers", "2"],
     ],
 )
